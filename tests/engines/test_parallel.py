@@ -13,6 +13,7 @@ import torch.distributed as dist
 from config import InputError, load
 from engines.adapter_guard import AdapterGuard
 from engines.fsdp.attention import Packing, ulysses_attention
+from engines.heads import LogProbHead
 from engines.model import guard
 from engines.parallel.collectives import groups_by_size
 from engines.parallel.device import on_rank0
@@ -142,6 +143,79 @@ def test_a_ranks_tokens_know_their_places(tmp_path):
     places = [place for length in LENGTHS for place in range(length)]
     for rank, positions in enumerate(on_ranks(4, tmp_path, positions_on_rank)):
         assert positions == [places[token] for token in own_tokens(4, rank, zigzag=True)]
+
+
+# -- heads -----------------------------------------------------------------------------------------
+
+VOCAB_SIZE = 10
+TARGETS = [0, 9, 3, 7, 4, 5]
+# The last rank of three has rows 8 and 9, and two rows that pad the vocabulary.
+NUM_ROWS = 4
+
+
+def make_head_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return hidden states, the output matrix, and the candidates of each target."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(len(TARGETS), DIM, generator=generator)
+    weight = torch.randn(VOCAB_SIZE, DIM, generator=generator)
+    hidden[1] = 10 * weight[9]  # so that its target is the most likely token
+    candidates = [[target, (target + 1) % 10, (target + 5) % 10] for target in TARGETS]
+    candidates[-1][-1] = -1
+    return hidden, weight, torch.tensor(candidates)
+
+
+def head_loss(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    factors = torch.arange(1.0, 1 + len(TARGETS))
+    return (log_probs * factors).sum() + (entropy * factors.flip(0)).sum()
+
+
+def run_head_on_rank(has_candidates: bool) -> list[list]:
+    """Return the head's results and the gradients, by rows of the output matrix on this rank."""
+    hidden, weight, candidates = make_head_inputs()
+    rank = dist.get_rank()
+    padded = torch.cat([weight, torch.full((2, DIM), 1e3)])
+    rows = padded[rank * NUM_ROWS : (rank + 1) * NUM_ROWS].clone()
+    hidden.requires_grad_()
+    rows.requires_grad_()
+    head = LogProbHead(0.7, 4, False, VOCAB_SIZE, dist.group.WORLD, scale=1.5, softcap=3.0)
+    if not has_candidates:
+        candidates = candidates[:, :0]
+    log_probs, entropy, is_greedy = head(hidden, rows, torch.tensor(TARGETS), candidates)
+    head_loss(log_probs, entropy).backward()
+    outputs = (log_probs, entropy, is_greedy, hidden.grad, rows.grad)
+    return [x.tolist() for x in outputs]
+
+
+@pytest.mark.parametrize("has_candidates", [False, True])
+def test_ranks_that_divide_the_vocabulary_compute_the_whole_softmax(tmp_path, has_candidates):
+    hidden, weight, candidates = make_head_inputs()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logits = 3.0 * torch.tanh(1.5 * hidden @ weight.T / 3.0) / 0.7
+    if has_candidates:
+        is_candidate = (candidates[:, :, None] == torch.arange(VOCAB_SIZE)).any(1)
+        logits = logits.masked_fill(~is_candidate, -1e9)
+    distribution = torch.distributions.Categorical(logits=logits)
+    targets = torch.tensor(TARGETS)
+    log_probs = distribution.log_prob(targets)
+    entropy = distribution.entropy()
+    is_greedy = logits.argmax(-1) == targets
+    assert is_greedy.any()
+    assert not is_greedy.all()
+    head_loss(log_probs, entropy).backward()
+
+    by_rank = on_ranks(3, tmp_path, run_head_on_rank, has_candidates)
+    hidden_grad = 0
+    for rank, results in enumerate(by_rank):
+        own_log_probs, own_entropy, own_greedy, grad, rows_grad = map(torch.tensor, results)
+        torch.testing.assert_close(own_log_probs, log_probs.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(own_entropy, entropy.detach(), rtol=1e-4, atol=1e-5)
+        assert own_greedy.tolist() == is_greedy.tolist()
+        own_rows = weight.grad[rank * NUM_ROWS : (rank + 1) * NUM_ROWS]
+        torch.testing.assert_close(rows_grad[: len(own_rows)], own_rows, rtol=1e-4, atol=1e-5)
+        assert (rows_grad[len(own_rows) :] == 0).all()
+        hidden_grad = hidden_grad + grad
+    torch.testing.assert_close(hidden_grad, hidden.grad, rtol=1e-4, atol=1e-5)
 
 
 # -- plans -----------------------------------------------------------------------------------------
