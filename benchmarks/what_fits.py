@@ -26,7 +26,7 @@ from torch import nn
 
 from benchmarks.harness import make_parser, print_header, print_row
 from benchmarks.known_models import CONFIGS, write_config
-from config import load
+from config import InputError, load
 from engines.fsdp.sharded_memory import Setup, estimate_peak
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
@@ -309,7 +309,7 @@ def print_settings(model: Model, hardware: Hardware) -> None:
         settings = [*adapters, *fit.step.settings]
         size = f"{fit.device_bytes / GIB:.1f} GiB on each GPU"
         if fit.host_bytes:
-            size += f", and {fit.host_bytes / GIB:.1f} GiB of host memory for it"
+            size += f", and {fit.host_bytes / GIB:.1f} GiB of host memory per GPU"
         print(f"{title}: {size}\n    {' '.join(settings) or 'the defaults'}")
 
 
@@ -321,6 +321,21 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def find_model(name: str, directory: Path) -> Path:
+    """Return the directory of a model. That of a well-known one is made in `directory`.
+
+    Exits with code 2 if there is no such model, or if transformers cannot read it.
+    """
+    if name in CONFIGS:
+        return write_config(name, directory)
+    try:
+        read_hf_config(name)
+    except InputError as error:
+        print(f"error: {error}; or name one of {', '.join(CONFIGS)}", file=sys.stderr)
+        sys.exit(2)
+    return Path(name)
+
+
 def main() -> None:
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory() as directory:
@@ -328,9 +343,7 @@ def main() -> None:
             names = {name: write_config(name, Path(directory)) for name in TABLE}
             print_tables({name: Model(path) for name, path in names.items()})
             return
-        path = Path(arguments.model)
-        if arguments.model in CONFIGS:
-            path = write_config(arguments.model, Path(directory))
+        path = find_model(arguments.model, Path(directory))
         hardware = Hardware(arguments.gpus, "cuda", int(arguments.gib * GIB))
         print_settings(Model(path), hardware)
 

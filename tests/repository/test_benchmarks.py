@@ -109,7 +109,7 @@ SMOKES = {
         "Qwen/Qwen3-0.6B --gpus 2 --gib 44.4",
         r"SFT of all weights: \d+\.\d GiB on each GPU\n    the defaults\n"
         r"SFT with LoRA: \d+\.\d GiB on each GPU\n    model.lora.rank=16\n"
-        r"GRPO of all weights: \d+\.\d GiB on each GPU, and \d+\.\d GiB of host memory for it\n",
+        r"GRPO of all weights: \d+\.\d GiB on each GPU, and \d+\.\d GiB of host memory per GPU\n",
     ),
     "host_path.py": Smoke(
         "--tokens 3000 --ranks 1 64 --repeats 1 --estimators gae",

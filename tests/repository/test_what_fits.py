@@ -9,6 +9,7 @@ from benchmarks.what_fits import (
     NUM_GPUS,
     TABLE,
     Model,
+    find_model,
     ladder,
     print_tables,
 )
@@ -42,6 +43,15 @@ def test_a_row_of_the_page_is_what_is_computed(models, title, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(lines) == 3 * len(NUM_GPUS)
     assert set(lines) <= set(section.splitlines())
+
+
+def test_a_model_that_does_not_exist_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        find_model(str(tmp_path / "nowhere"), tmp_path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2
+    assert "contains no config.json" in line
+    assert "or name one of Qwen/Qwen3-0.6B, " in line
 
 
 @pytest.mark.parametrize("title", METHODS)
