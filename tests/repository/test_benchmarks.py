@@ -128,6 +128,7 @@ NOT_RUN = {
     "__init__.py": "documentation",
     "harness.py": "shared by all scripts",
     "shapes.py": "the models of the others",
+    "recipes.py": "its recipes train for minutes",
     "known_models.py": "the models of what_fits.py",
     "host_path_case.py": "run by host_path.py",
     "ppo_h200.py": "run by lora_h200.py",
