@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from config import InputError
 from engines.checkpoint.checkpointer import Checkpointer, find_checkpoint
 from engines.checkpoint.export import export_checkpoint
-from engines.checkpoint.storage import Writer
+from engines.checkpoint.storage import Writer, read_tensors
 from tests.support.models import make_model
+from tests.support.traps import set_trap
 
 
 class Killed(BaseException):
@@ -143,6 +144,44 @@ def test_after_loading_other_pickles_can_be_read_again(checkpointer, engine, tmp
     torch.save(Fraction(1, 3), tmp_path / "fraction.pt")
     checkpointer.load(save(checkpointer, 1, engine), engine)
     assert torch.load(tmp_path / "fraction.pt", weights_only=False) == Fraction(1, 3)
+
+
+def test_tensors_are_read_in_their_own_dtype_and_exported_in_that_of_the_run(
+    checkpointer, engine, tmp_path
+):
+    names = sorted(engine.weights)
+    for name in names[:3]:
+        engine.weights[name] = engine.weights[name].bfloat16()
+    saved = save(checkpointer, 1, engine)
+    stored = dict(read_tensors(saved, "engine.model.", lambda name: name == names[-1]))
+    assert sorted(stored) == names[:-1]
+    for name, tensor in stored.items():
+        assert tensor.dtype == engine.weights[name].dtype, name
+        assert torch.equal(tensor, engine.weights[name]), name
+    export_checkpoint(saved, tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, engine.weights[name].float()), name
+
+
+@pytest.mark.parametrize("trap", [".metadata", "part"])
+def test_a_pickle_with_code_is_not_loaded(checkpointer, engine, tmp_path, monkeypatch, trap):
+    """PyTorch's own loader runs it: otherwise the test would prove nothing."""
+    state = engine.state
+    with_text = {"text": ["not a tensor"]}
+    monkeypatch.setattr(engine, "state", lambda loading=False: state() | with_text)
+    saved = save(checkpointer, 1, engine)
+    mark = tmp_path / "mark"
+    set_trap(trap, saved, mark)
+    with pytest.raises(InputError, match="contains code, which calls posix.system"):
+        checkpointer.load(saved, engine)
+    assert not mark.exists()
+    if trap == "part":
+        dcp.load({"engine": engine.state()}, checkpoint_id=saved / "weights")
+    else:
+        dcp.FileSystemReader(saved / "weights").read_metadata()
+    assert mark.exists()
 
 
 DAMAGED = ("hf/tokenizer.json", "weights/__0_0.distcp", "weights/.metadata")

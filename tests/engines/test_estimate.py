@@ -147,6 +147,15 @@ def test_states_are_divided_by_the_ranks_that_shard_them(model, pairs, fsdp_size
         assert getattr(estimate, term) == getattr(whole, term), term
 
 
+def test_an_optimizer_of_the_users_own_is_counted_like_adam_and_named_so(model, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\n\nclass Mine(torch.optim.SGD):\n    pass\n")
+    (adam,) = FSDPEngine.estimate_memory(make_config(model), 1, "cpu")
+    config = make_config(model, f"optim.name={file}:Mine")
+    (own,) = FSDPEngine.estimate_memory(config, 1, "cpu")
+    assert own.rows()["optimizer, if like Adam"] == adam.rows()["optimizer"]
+
+
 def test_nothing_is_gathered_without_sharding(model):
     _, estimate = build_and_estimate(make_config(model, "engine.compute_dtype=float32"))
     assert estimate.gathered_weights == 0

@@ -78,6 +78,16 @@ def test_another_role_counts_unless_it_waits_in_host_memory(model):
     assert "rollout.gpu_memory_utilization below 0.6" in make_plan(kept, GIB).advice()
 
 
+def test_a_role_saves_nothing_by_leaving_while_it_computes(model):
+    """Each role that waits is counted, and not the one that needs the most memory."""
+    config = ppo_config(model, "offload.optimizer=false", "algorithm.use_kl_loss=true")
+    plan = make_plan(role_configs(config), GIB)
+    for largest, other in (("actor", "critic"), ("critic", "actor")):
+        (saving,) = plan.offload_savings(largest)
+        assert saving.setting == "offload.optimizer=true"
+        assert saving.num_bytes == plan.estimate(other, plan.roles[other]).optimizer
+
+
 def test_a_critic_is_estimated_with_the_head_of_a_critic(model):
     roles = role_configs(ppo_config(model))
     plan = make_plan(roles, GIB)
