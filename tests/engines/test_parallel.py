@@ -15,7 +15,7 @@ from engines.adapter_guard import AdapterGuard
 from engines.fsdp.attention import Packing, ulysses_attention
 from engines.heads import LogProbHead
 from engines.model import guard
-from engines.parallel.collectives import groups_by_size
+from engines.parallel.collectives import AllGatherSliceGrad, AllGatherSumGrad, groups_by_size
 from engines.parallel.device import on_rank0
 from engines.parallel.varlen import Scoring, Zigzag, attend_in_segment
 from engines.planning import Planner
@@ -143,6 +143,27 @@ def test_a_ranks_tokens_know_their_places(tmp_path):
     places = [place for length in LENGTHS for place in range(length)]
     for rank, positions in enumerate(on_ranks(4, tmp_path, positions_on_rank)):
         assert positions == [places[token] for token in own_tokens(4, rank, zigzag=True)]
+
+
+def gather_on_rank() -> dict[str, tuple[list, list]]:
+    """Return what each collective gathers, and its gradient for this rank's part."""
+    group = dist.group.WORLD
+    rank = group.rank()
+    results = {}
+    for kind, scale in ((AllGatherSliceGrad, 1), (AllGatherSumGrad, 1 + rank)):
+        own = torch.tensor([2.0 * rank, 2.0 * rank + 1], requires_grad=True)
+        gathered = kind.apply(own, group)
+        (gathered * torch.arange(10.0, 16.0) * scale).sum().backward()
+        results[kind.__name__] = (gathered.tolist(), own.grad.tolist())
+    return results
+
+
+def test_the_gradient_of_a_gathered_tensor_is_a_slice_or_a_sum(tmp_path):
+    for rank, results in enumerate(on_ranks(3, tmp_path, gather_on_rank)):
+        gathered = [0, 1, 2, 3, 4, 5]
+        own_slice = [10 + 2 * rank, 11 + 2 * rank]
+        assert results["AllGatherSliceGrad"] == (gathered, own_slice)
+        assert results["AllGatherSumGrad"] == (gathered, [(1 + 2 + 3) * x for x in own_slice])
 
 
 # -- heads -----------------------------------------------------------------------------------------
