@@ -70,13 +70,17 @@ def score(response: str, row: dict) -> float:
 
 
 def score_and_format(response: str, row: dict) -> dict[str, float]:
-    """Return the score, and whether the response's only "####" is in its last line."""
-    last_line = response.strip().rpartition("\n")[2]
-    has_format = response.count("####") == 1 and MARKED_ANSWER.fullmatch(last_line) is not None
+    """Return the score, and whether the response ends like a worked solution."""
     return {
         "correct": score(response, row),
-        "format": float(has_format),
+        "format": float(ends_in_marked_answer(response)),
     }
+
+
+def ends_in_marked_answer(response: str) -> bool:
+    """Return whether the response's only "####" is in its last line, before an answer."""
+    last_line = response.strip().rpartition("\n")[2]
+    return response.count("####") == 1 and MARKED_ANSWER.fullmatch(last_line) is not None
 
 
 # ---- the data ----

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
-from examples import arithmetic, colours
+from examples import arithmetic, colours, reasoning
 
 
 def count_right(output: str) -> int:
@@ -161,3 +161,62 @@ def test_replies_are_shown_in_32_characters():
     assert arithmetic.shortened("a" * 33) == "a" * 29 + "..."
     assert arithmetic.shortened("a\nb") == r"a\nb"
     assert arithmetic.shortened("\n" * 20) == r"\n" * 14 + "\\..."
+
+
+@pytest.mark.parametrize(
+    "response, expected, found",
+    [
+        ("6 + 1 = 7\n#### 7", "7", "7"),
+        ("#### 7\n#### 8", "7", "8"),
+        ("the sum is 1,234.5 in all", "3", "1234.5"),
+        ("first 3, then -4", "3", "-4"),
+        ("#### about 12 of 15", "3", "15"),
+        ("no number", "3", None),
+        (" a text \n", "word", "a text"),
+        ("why\n####  a b", "word", "a b"),
+        ("  ", "word", None),
+    ],
+)
+def test_the_answer_at_the_end_of_a_response(response, expected, found):
+    assert reasoning.find_answer(response, expected) == found
+
+
+@pytest.mark.parametrize(
+    "response, is_right",
+    [
+        ("6 + 1 = 7\n#### 7", True),
+        ("#### 7\n", True),
+        ("#### 6\n#### 7", False),
+        ("#### 7\nso it is 7", False),
+        ("it is #### 7", False),
+        ("####", False),
+        ("7", False),
+    ],
+)
+def test_the_format_of_a_worked_solution(response, is_right):
+    assert reasoning.ends_in_marked_answer(response) == is_right
+
+
+def test_rows_of_reasoning_keep_the_worked_solution_and_the_rest_of_the_metadata():
+    entry = {"question": " 1+1? ", "answer": 2, "metadata": {"answer_cot": "#### 2", "level": 3}}
+    row = reasoning.make_row(entry, "sums")
+    assert row == {
+        "messages": [
+            {"role": "user", "content": "1+1?"},
+            {"role": "assistant", "content": "#### 2"},
+        ],
+        "answer": "2",
+        "task": "sums",
+        "metadata": '{"level": 3}',
+    }
+    del entry["metadata"]["answer_cot"]
+    assert reasoning.make_row(entry, "sums")["messages"][1]["content"] == "2"
+
+
+def test_settings_of_reasoning_tasks():
+    settings = reasoning.parse_settings(["task=sums", "n=20", "negative=false"])
+    assert settings == {"task": "sums", "n": 20, "negative": False}
+    with pytest.raises(ValueError, match="'20' is not of the form key=value"):
+        reasoning.parse_settings(["task=sums", "20"])
+    with pytest.raises(ValueError, match="task=NAME is missing"):
+        reasoning.parse_settings(["n=20"])
