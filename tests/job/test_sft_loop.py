@@ -10,6 +10,7 @@ import train_sft
 from data.batching.batch import Batch, make_cu_seqlens
 from data.batching.order import global_batch
 from data.batching.plan import Plan
+from job.order import make_order
 from tests.job.test_run import make_run
 
 SECONDS_PER_LOOK = 2.0  # by which the clock advances whenever it is read
@@ -96,6 +97,7 @@ def finished(own_signals, one_rank, tmp_path, monkeypatch):
     run = make_run(tmp_path, *pairs, f"trainer.seed={SEED}", total_steps=3)
     run.world_size = NUM_RANKS
     run.train = Dataset(10)
+    run.order = make_order(run.config, run.train, total_steps=3)
     run.val = Dataset(5)
     run.progress = train_sft.SftProgress(identity={})
     run.agreement.save_freq = 2

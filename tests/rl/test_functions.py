@@ -342,6 +342,6 @@ def test_a_greedy_response_is_drawn_if_an_advantage_reads_baseline(configure, na
         return make_samples([1] * num_samples, range(num_samples), groups)
 
     config = configure(f"adv_estimator=my.py:{name}", "rollout.n=2", "data.train_batch_size=2")
-    samples, _ = collect(config, draw, range(4), 0)
+    samples, _ = collect(config, draw, range(4), lambda batch_index: [0, 1], 0)
     assert draws == generated
     assert (samples.baseline is not None) == (name == "reads_baseline")
