@@ -8,6 +8,7 @@ import base64
 import csv
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import sys
@@ -27,6 +28,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen2_5_VLProcessor
 
 from config import InputError, load
 from data.batching.batch import Batch
+from data.chat.placeholders import number_images
 from data.dataset import TokenDataset, tokenize
 from data.images.processor import ImageStore, Processor, load_hf_processor
 from data.prompts import PromptDataset, tokenize_prompts
@@ -1172,6 +1174,18 @@ def test_a_template_that_moves_images_is_refused(folder, processor, tmp_path):
             folder / "qwen2_5_vl",
             processor,
         )
+
+
+def test_images_are_numbered_in_order_and_texts_stay_as_they_are():
+    numbers = itertools.count()
+    message = {"role": "user", "content": "look"}
+    assert number_images(message, numbers) is message
+    with_images = {"role": "user", "content": [{"type": "image"}, TEXT, {"type": "image"}]}
+    numbered = [{"type": "text", "text": f"<<{number}>>"} for number in range(2)]
+    assert number_images(with_images, numbers) == {
+        "role": "user",
+        "content": [numbered[0], TEXT, numbered[1]],
+    }
 
 
 def test_images_without_a_chat_template_are_an_error(folder, processor, tmp_path):
