@@ -3,9 +3,11 @@
     pip install --no-deps -r requirements-examples.txt
     python examples/reasoning.py build runs/gsm task=gsm_symbolic n=2000
     python examples/reasoning.py build runs/sums task=chain_sum n=2000 min_terms=2 max_terms=3
+    python examples/reasoning.py ask MODEL runs/gsm/val.jsonl
 
 `build` writes DIR/train.jsonl with n rows and DIR/val.jsonl with n_val rows (200). No question is
-in both files or twice in one. `seed` (0) changes the questions. All other settings go to the task:
+in both files or twice in one. `seed` (0) changes the questions. `max_characters=360` keeps only
+problems whose question and reply together are at most that long. All other settings go to the task:
 a wrong one is an error that lists those it knows. The same arguments always give the same files.
 
 A row has these columns:
@@ -17,20 +19,62 @@ A row has these columns:
 `score` is the reward function: reward.function=examples/reasoning.py:score. It finds the answer at
 the end of a response and hands it to the task's own `score_answer`. `score_and_format` adds a part
 for responses that end in "#### ANSWER", as worked solutions do.
+
+`ask` prints a model's greedy replies to the first questions of a file, and their scores. MODEL is a
+directory in Hugging Face format, a PEFT adapter, or a name on the hub.
 """
 
+import argparse
 import functools
+import importlib.util
 import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 # The last line of a worked solution, as in GSM8K: "#### 42".
 MARKED_ANSWER = re.compile(r"####[ \t]*(\S[^\n]*)")
 
-DEFAULTS = {"n": 2000, "n_val": 200, "seed": 0}
+DEFAULTS = {"n": 2000, "n_val": 200, "seed": 0, "max_characters": None}
+
+# `ask` generates this many replies at a time, and prints at most so many characters of each.
+BATCH_SIZE = 64
+MAX_SHOWN = 700
+
+
+# ---- the package ----
+
+
+def import_reasoning_gym() -> ModuleType:
+    """Return the package reasoning_gym, which does without pycosat here.
+
+    The package imports pycosat, which has to be compiled, but only zebra puzzles call it. If it is
+    missing, all other tasks work.
+    """
+    if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
+        sys.modules["pycosat"] = missing_pycosat()
+    import reasoning_gym
+
+    return reasoning_gym
+
+
+def missing_pycosat() -> ModuleType:
+    """Return a module whose every use is an error that explains how to install pycosat."""
+
+    def raise_error(name: str):
+        raise ImportError(f"{name}: zebra puzzles need pycosat==0.6.6, which needs a C compiler")
+
+    module = ModuleType("pycosat")
+    module.__getattr__ = raise_error
+    return module
 
 
 # ---- the reward ----
@@ -53,9 +97,7 @@ def find_answer(response: str, expected: str) -> str | None:
 @functools.cache
 def task_scorer(task: str) -> Callable[[str | None, dict], float]:
     """Return the `score_answer` of a task of reasoning-gym."""
-    import reasoning_gym
-
-    return reasoning_gym.get_score_answer_fn(task)
+    return import_reasoning_gym().get_score_answer_fn(task)
 
 
 def score(response: str, row: dict) -> float:
@@ -103,7 +145,14 @@ def make_row(entry: dict, task: str) -> dict:
     }
 
 
-def make_rows(task: str, num_rows: int, seed: int, settings: dict) -> list[dict]:
+def num_characters(row: dict) -> int:
+    """Return the length of a row's question and reply together."""
+    return sum(len(message["content"]) for message in row["messages"])
+
+
+def make_rows(
+    task: str, num_rows: int, seed: int, settings: dict, max_characters: int | None = None
+) -> list[dict]:
     """Return rows with `num_rows` different questions.
 
     Some scorers reject a few of their task's own answers (GSM-symbolic's reads -2 as 2). Such
@@ -112,10 +161,9 @@ def make_rows(task: str, num_rows: int, seed: int, settings: dict) -> list[dict]
     Raises:
         ValueError: the task has fewer questions, or rejects its settings.
     """
-    import reasoning_gym
-
-    # Some tasks repeat questions, so draw more problems than rows.
-    problems = reasoning_gym.create_dataset(task, seed=seed, size=10 * num_rows, **settings)
+    reasoning_gym = import_reasoning_gym()
+    # Some tasks repeat questions, and few problems may be short, so draw more of them than rows.
+    problems = reasoning_gym.create_dataset(task, seed=seed, size=40 * num_rows, **settings)
     rows: dict[str, dict] = {}
     num_rejected = 0
     for entry in problems:
@@ -123,6 +171,8 @@ def make_rows(task: str, num_rows: int, seed: int, settings: dict) -> list[dict]
         if question in rows:
             continue
         row = make_row(entry, task)
+        if max_characters is not None and num_characters(row) > max_characters:
+            continue
         reply = row["messages"][-1]["content"]
         if score(reply, row) == 1.0:
             rows[question] = row
@@ -146,13 +196,102 @@ def build(directory: Path, settings: dict) -> None:
     options = {name: settings.pop(name, default) for name, default in DEFAULTS.items()}
     task = settings.pop("task")
     num_val = options["n_val"]
-    rows = make_rows(task, num_val + options["n"], options["seed"], settings)
+    num_rows = num_val + options["n"]
+    rows = make_rows(task, num_rows, options["seed"], settings, options["max_characters"])
     directory.mkdir(parents=True, exist_ok=True)
     write_rows(directory / "val.jsonl", rows[:num_val])
     write_rows(directory / "train.jsonl", rows[num_val:])
     print(f"{directory}/train.jsonl, val.jsonl: {len(rows) - num_val} and {num_val} problems")
     for message in rows[0]["messages"]:
         print(f"    {message['role']}: {message['content']}")
+
+
+# ---- the questions ----
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A model with its tokenizer, for greedy replies.
+
+    Attributes:
+        model: in float32, on the GPU if there is one.
+        max_tokens: after this many tokens, a reply is cut off.
+    """
+
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    max_tokens: int
+
+    @classmethod
+    def load(cls, name: str, max_tokens: int) -> "Generator":
+        """Load a model directory, a PEFT adapter or a model of the hub.
+
+        Raises:
+            ValueError: there is no such directory, and no model of the hub is called like this.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        if name.count("/") > 1 and not Path(name).is_dir():
+            raise ValueError(f"there is no directory {name}")
+        if (Path(name) / "adapter_config.json").is_file():
+            from peft import AutoPeftModelForCausalLM
+
+            adapted = AutoPeftModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+            model = adapted.merge_and_unload()
+        else:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        return cls(model.eval().to(device), tokenizer, max_tokens)
+
+    def reply_to(self, questions: list[str]) -> list[str]:
+        """Return the replies to a batch of questions."""
+        chats = [[{"role": "user", "content": question}] for question in questions]
+        inputs = self.tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        ).to(self.model.device)
+        output = self.model.generate(**inputs, do_sample=False, max_new_tokens=self.max_tokens)
+        num_prompt_tokens = inputs["input_ids"].shape[1]
+        replies = output[:, num_prompt_tokens:]
+        return self.tokenizer.batch_decode(replies, skip_special_tokens=True)
+
+
+def read_rows(path: Path, num_rows: int) -> list[dict]:
+    """Return the first rows of a file that `build` has written."""
+    lines = path.read_text().splitlines()
+    return [json.loads(line) for line in lines[:num_rows]]
+
+
+def shortened(text: str) -> str:
+    """Return a text without its middle if it is long."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN - 200]} [...] {text[-200:]}"
+
+
+def ask(name: str, path: Path, num_rows: int, num_shown: int, max_tokens: int) -> None:
+    """Print replies to the first questions of a file, and how many are right."""
+    rows = read_rows(path, num_rows)
+    generator = Generator.load(name, max_tokens)
+    scores = []
+    for start in range(0, len(rows), BATCH_SIZE):
+        batch = rows[start : start + BATCH_SIZE]
+        replies = generator.reply_to([row["messages"][0]["content"] for row in batch])
+        for row, reply in zip(batch, replies):
+            scores.append(score(reply, row))
+            if len(scores) <= num_shown:
+                print_reply(row, reply, scores[-1])
+    num_right = sum(value >= 1.0 for value in scores)
+    mean = sum(scores) / len(scores)
+    print(f"{num_right} of {len(scores)} answers are right; the mean score is {mean:.3f}")
+
+
+def print_reply(row: dict, reply: str, value: float) -> None:
+    verdict = "right" if value >= 1.0 else "wrong"
+    question = row["messages"][0]["content"]
+    print(f"question: {question}\nreply: {shortened(reply.strip())}")
+    print(f"-> {verdict}, score {value:g}; the answer is {row['answer']}\n")
 
 
 # ---- the command line ----
@@ -177,14 +316,33 @@ def parse_settings(arguments: list[str]) -> dict:
     return settings
 
 
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("build", help="write train.jsonl and val.jsonl")
+    command.add_argument("directory", type=Path)
+    command.add_argument("settings", nargs="+", metavar="key=value", help="task=NAME and others")
+    command = commands.add_parser("ask", help="print a model's replies and their scores")
+    command.add_argument("model")
+    command.add_argument("file", type=Path, help="such as DIR/val.jsonl")
+    command.add_argument("--n", type=int, default=64, help="questions to ask")
+    command.add_argument("--show", type=int, default=2, help="replies to print")
+    command.add_argument("--max-tokens", type=int, default=256, help="length of a reply")
+    return parser.parse_args()
+
+
 def main() -> None:
-    if len(sys.argv) < 3 or sys.argv[1] != "build":
-        sys.exit(__doc__)
+    options = parse_arguments()
     try:
-        build(Path(sys.argv[2]), parse_settings(sys.argv[3:]))
-    except ImportError as error:
+        if options.command == "build":
+            build(options.directory, parse_settings(options.settings))
+        else:
+            ask(options.model, options.file, options.n, options.show, options.max_tokens)
+    except ModuleNotFoundError as error:
         sys.exit(f"{error}. Run: pip install --no-deps -r requirements-examples.txt")
-    except (ValueError, TypeError, AssertionError) as error:
+    except (ValueError, TypeError, AssertionError, OSError, ImportError) as error:
         sys.exit(f"examples/reasoning.py: {error}")
 
 

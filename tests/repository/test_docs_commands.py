@@ -31,6 +31,15 @@ NOT_RUN_HERE = {
     "python -m tests.profiling.defects": "takes minutes",
     "python -c 'from datasets": "downloads from the hub",
     "python -m engines.checkpoint export runs/support": "like the command of docs/lora.md",
+    "python examples/reasoning.py": "needs a trained model; test_reasoning.py tests it",
+    "python -m engines.checkpoint export runs/quickstart": "the same as the export of docs/lora.md",
+    "tensorboard": "starts a server",
+    "vllm serve": "starts a server",
+    "python -m vllm": "starts a server",
+    "curl": "asks the server",
+    "python my_chats.py": "test_docs_snippets.py runs it",
+    "python from_hub.py": "test_docs_snippets.py runs it",
+    "python use.py": "needs the model of a run",
     "python -m data.preview": "needs a model of the hub; tests/data/test_preview.py calls it",
 }
 

@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -69,6 +72,33 @@ def test_a_scorer_is_chosen_by_the_source_of_a_row(docs_folder, monkeypatch, sou
     grader.close()
     assert [result.score for result in results] == [1.0, 0.0]
     assert "there is no scorer for d" in unknown.summary
+
+
+def run_snippet(name: str, folder: Path, docs_folder: Path) -> list[list[dict]]:
+    """Run a snippet that writes chats.jsonl; return the chats."""
+    subprocess.run([sys.executable, docs_folder / name], cwd=folder, check=True)
+    lines = (folder / "chats.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert all(row.keys() == {"messages"} for row in rows)
+    return [row["messages"] for row in rows]
+
+
+def test_the_quickstart_makes_chats_of_your_own(docs_folder, tmp_path):
+    chats = run_snippet("my_chats.py", tmp_path, docs_folder)
+    assert len(chats) == 3
+    for chat in chats:
+        assert [message["role"] for message in chat] == ["user", "assistant"]
+        assert all(message["content"] for message in chat)
+
+
+def test_the_quickstart_reads_a_data_set_of_the_hub(docs_folder, tmp_path):
+    """A directory with the name of the data set stands for it; datasets prefers it to the hub."""
+    (name,) = re.findall(r'load_dataset\("([^"]+)"', dict(SNIPPETS)["from_hub.py"])
+    chat = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
+    row = {"prompt": "2+3", "messages": chat, "category": "sums"}
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / "train.jsonl").write_text(json.dumps(row) + "\n")
+    assert run_snippet("from_hub.py", tmp_path, docs_folder) == [chat]
 
 
 def test_the_first_line_of_a_snippet_names_its_file():
