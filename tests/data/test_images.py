@@ -709,6 +709,18 @@ def test_keys_that_would_not_reach_the_model_are_an_error(folder, monkeypatch):
     ]
 
 
+def test_the_tower_keeps_activations_only_in_training(folder):
+    config = load(
+        "sft.yaml",
+        [f"model.path={folder / 'qwen2_5_vl'}", "data.train_files=x", "model.images=true"],
+    )
+    estimate = engine_class(config.model_engine).estimate_memory
+    (trained,) = estimate(config, 1, "cpu")
+    (reference,) = estimate(config, 1, "cpu", is_trained=False)
+    assert trained.image_activations > 0
+    assert reference.image_activations == 0
+
+
 def test_token_types_that_a_model_needs_cannot_be_dropped(folder):
     """Qwen2.5-VL's position ids need mm_token_type_ids; LLaVA has none, and Gemma 3 others."""
     config = AutoConfig.from_pretrained(folder / "qwen2_5_vl")

@@ -17,6 +17,14 @@ def test_the_report_of_a_run_that_has_just_begun(tmp_path):
     assert report.write_report(tmp_path).exists()
 
 
+def test_stages_are_in_the_order_in_which_they_ran():
+    """A stage that later steps add comes last."""
+    first = {"step": 1, "timing/wake": 1.0, "score/mean": 0.5, "timing/actor_update": 2.0}
+    second = {"step": 2, "timing/save": 3.0, "timing/wake": 1.0}
+    expected = ["timing/wake", "timing/actor_update", "timing/save"]
+    assert report.stages_in([first, second]) == expected
+
+
 def test_the_picture_keeps_metrics_that_are_0_and_has_bars_for_stages_of_some_steps(tmp_path):
     from matplotlib import pyplot
 
