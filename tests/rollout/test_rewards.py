@@ -839,10 +839,10 @@ def test_a_call_that_hangs_ends_its_worker(make, file):
 
 
 def test_an_async_call_that_is_late_and_one_that_raises_leave_the_worker(make, file):
-    with closing(make(f"{file}:judge", 1, 0.8, "reward.concurrency=2")) as grader:
+    with closing(make(f"{file}:judge", 1, 0.5, "reward.concurrency=2")) as grader:
         (worker,) = grader.idle
         late, raised = grade(grader, "slow", "raise")
-        assert (late.kind, late.trace) == ("timed out", "took more than 0.8 s")
+        assert (late.kind, late.trace) == ("timed out", "took more than 0.5 s")
         assert raised.kind == "raised"
         assert "TimeoutError: of its own" in raised.trace
         assert grader.idle == [worker]
@@ -850,10 +850,10 @@ def test_an_async_call_that_is_late_and_one_that_raises_leave_the_worker(make, f
 
 def test_a_new_worker_may_take_longer_to_start_than_a_call(make, tmp_path):
     (tmp_path / "late.py").write_text(
-        "import os, time\ntime.sleep(0.6)\n"
+        "import os, time\ntime.sleep(0.3)\n"
         "def late(response):\n    return 1.0 if response == '1' else os._exit(3)\n"
     )
-    with closing(make(f"{tmp_path}/late.py:late", 1, 0.5)) as grader:
+    with closing(make(f"{tmp_path}/late.py:late", 1, 0.2)) as grader:
         (first,) = grade(grader, "exit")
         assert first.kind in ("died", "timed out")
         (second,) = grade(grader, "1")
