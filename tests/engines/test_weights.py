@@ -15,7 +15,7 @@ from engines.heads import Head
 from engines.model.experts import expert_weights, experts_per_token
 from engines.model.hf import build_on_meta, read_hf_config
 from engines.model.model_files import fingerprint, ignored_weights, shapes_in_files
-from engines.model.names import model_names, split_stacks, stacked, stored_tensors
+from engines.model.names import described_names, model_names, split_stacks, stacked, stored_tensors
 from engines.model.shape import stage_sizes
 from engines.model.weights import Placement, check_files, copy_rows, load_weights
 from tests.support.foreign import FOREIGN
@@ -207,3 +207,12 @@ def test_experts_are_found_by_their_stacks(models):
 def test_the_first_stages_have_one_layer_more():
     assert stage_sizes(5, 2) == [3, 2]
     assert stage_sizes(8, 4) == [2, 2, 2, 2]
+
+
+def test_names_of_a_model_without_files_are_those_in_its_files_but_for_experts(tmp_path):
+    path = make_model(tmp_path / "experts", "qwen3_moe")
+    hf = build_on_meta(read_hf_config(path), torch.float32)
+    in_files = load_file(path / "model.safetensors").keys()
+    without_experts = {name for name in in_files if ".experts." not in name}
+    assert without_experts < set(in_files)
+    assert described_names(hf).keys() == without_experts
