@@ -10,7 +10,7 @@ import numpy as np
 from common import plugins
 from config import InputError
 
-# The inputs that a sampler may name; docs/data.md explains them.
+# The inputs that a sampler may name; docs/order.md explains them.
 INPUTS = (
     "seed",
     "batch_index",
