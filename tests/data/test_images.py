@@ -905,6 +905,7 @@ def test_ppo_sees_what_vllm_sees(tmp_path):
         f"critic.path={tmp_path / 'model'}",
         f"data.train_files={tmp_path / 'train.jsonl'}",
         "data.val_files=null",
+        "validation.max_tokens=null",
         "trainer.test_freq=-1",
         f"data.cache_dir={tmp_path / 'cache'}",
         f"output_dir={tmp_path / 'out'}",
