@@ -252,6 +252,7 @@ def test_unicode_line_separators_do_not_end_a_line(make, tokenizer_dir, tmp_path
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row, message",
     [

@@ -738,6 +738,7 @@ def test_token_types_that_a_model_needs_cannot_be_dropped(folder):
     assert Processor(folder / "gemma3", dropped=["token_type_ids"]).token_type_keys == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["critic", "reference"])
 def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path, role):
     """Processors of another family, with a smaller limit of pixels, or with another mean differ."""

@@ -134,6 +134,7 @@ def error_of_joining() -> str:
     return message
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_a_missing_one_names_the_address(rank_of_two, monkeypatch):
     port = rank_of_two.getsockname()[1]
     rank_of_two.close()
@@ -143,6 +144,7 @@ def test_a_rank_that_waits_for_a_missing_one_names_the_address(rank_of_two, monk
     assert "1/2 clients joined; check that every rank has been started" in message
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_reach_rank_0_names_the_address(rank_of_two, monkeypatch):
     port = rank_of_two.getsockname()[1]
     rank_of_two.close()

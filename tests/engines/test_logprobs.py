@@ -263,6 +263,7 @@ def test_a_bf16_weight_gradient_is_summed_over_chunks_in_fp32():
     assert (inputs.weight.grad - exact).abs().max() < 0.01 * exact.abs().max()
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager():
     results = {}
     for is_compiled in (False, True):

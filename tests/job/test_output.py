@@ -52,6 +52,7 @@ def hold(directory):
     return process
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
     process = hold(tmp_path)
     with pytest.raises(InputError, match=f"is in use by process {process.pid} on "):
@@ -65,6 +66,7 @@ def test_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
     assert (tmp_path / ".lock").read_text() == ""
 
 
+@pytest.mark.slow
 def test_a_lock_of_another_host_holds_as_long_as_it_is_touched(tmp_path, monkeypatch):
     """As on a file system whose locks hold on one host alone."""
     monkeypatch.setattr(output, "WATCH_SECONDS", 3.0)

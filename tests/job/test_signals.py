@@ -130,6 +130,7 @@ def test_a_signal_before_the_first_step_stops_at_once(number):
     assert process.returncode == 128 + number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_second_ctrl_c_stops_at_once(number):
     process = start_waiting(begins=True)
@@ -145,6 +146,7 @@ def test_a_second_ctrl_c_stops_at_once(number):
     assert process.returncode == 128 + signal.SIGINT
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_another_ends_at_once():
     """Python runs no handler of its own while a rank waits in C++ for the others."""
     port = free_port()

@@ -199,6 +199,7 @@ def test_the_table_of_samples_fits_the_terminal(width):
     assert r"\ud800\x1b[31m" in lines[2] or width == 60
 
 
+@pytest.mark.slow
 def test_a_character_that_the_terminal_cannot_show_does_not_end_the_run(tmp_path, monkeypatch):
     with open(tmp_path / "out", "w", encoding="ascii") as file:
         monkeypatch.setattr(sys, "stdout", file)
@@ -260,6 +261,7 @@ def test_the_console_names_the_first_failure_of_a_step(tmp_path, capsys):
     assert "ValueError: no Q, please" in warning
 
 
+@pytest.mark.slow
 def test_wandb_has_metrics_samples_and_the_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     track(tmp_path, [[0, 1]] * 3, "trainer.logger=[wandb]")

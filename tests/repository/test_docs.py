@@ -50,6 +50,7 @@ def our_part(page: str) -> str:
     return re.sub(r"^\|[^|]*\|", "|", PAGES[page], flags=re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_settings_load_and_keys_exist(page):
     for code in inline_code(our_part(page)):

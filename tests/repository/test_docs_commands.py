@@ -24,6 +24,7 @@ NOT_RUN_HERE = {
     "source": "a command of the shell",
     "git config": "changes the clone",
     "python -m tests.lint": "make lint runs it",
+    "python -m benchmarks.recipes": "takes minutes on a GPU",
     "python -m tests.soak": "takes minutes",
     "python -m pytest": "needs a GPU",
     "python -m config schema": "writes into the repository",
@@ -69,6 +70,7 @@ def commands_of_kind(kind: str):
     return pytest.mark.parametrize("page, command", cases, ids=ids)
 
 
+@pytest.mark.slow
 @commands_of_kind("launch")
 def test_a_launch_has_a_valid_configuration(page, command, docs_folder, monkeypatch):
     """Settings load, agree with each other and fit the ranks; or a page quotes the error."""
@@ -154,6 +156,7 @@ def quote_params(*, read_data: bool) -> list:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command, output", quote_params(read_data=False))
 def test_a_command_prints_the_quoted_error(command, output):
     program, *words = shlex.split(command)

@@ -100,6 +100,7 @@ def test_answers_and_columns_are_right_and_held_out_problems_stay_so(arithmetic_
     assert 0.15 < num_worked / (2500 / 2) < 0.25
 
 
+@pytest.mark.slow
 def test_rows_are_byte_identical(tmp_path, arithmetic_rows):
     """The same data as ever: the documentation quotes numbers of runs on it."""
     always_worked, _ = arithmetic.make_rows(always_worked=True)

@@ -175,6 +175,7 @@ def test_every_row_with_a_peak_has_a_case():
     assert measured == {section: len(cases) for section, cases in CASES.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", CASES)
 def test_estimates_are_those_of_the_page_and_near_the_peaks(models, section):
     for (label, peak, quoted), case in zip(read_peaks(section), CASES[section], strict=True):

@@ -142,6 +142,7 @@ print(sys.modules["pycosat"].itersolve)
 """
 
 
+@pytest.mark.slow
 def test_only_zebra_puzzles_need_pycosat():
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_PYCOSAT], cwd=ROOT, capture_output=True, text=True

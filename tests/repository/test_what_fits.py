@@ -34,6 +34,7 @@ def test_the_page_has_the_tables_that_are_printed(models, capsys):
     assert PAGE.endswith(f"\n{printed.strip()}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", METHODS)
 def test_a_row_of_the_page_is_what_is_computed(models, title, capsys):
     """The same for one model."""
@@ -54,6 +55,7 @@ def test_a_model_that_does_not_exist_is_one_line(tmp_path, capsys):
     assert "or name one of Qwen/Qwen3-0.6B, " in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", METHODS)
 @pytest.mark.parametrize("num_gpus", NUM_GPUS)
 def test_a_cell_has_the_first_settings_that_fit(models, title, num_gpus):

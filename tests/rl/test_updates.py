@@ -147,6 +147,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_bandit_finds_the_best_arms(this_device, model, name):
     scores = play(configure(*BANDIT, *ALGORITHMS[name], path=model), this_device, 20)
@@ -154,6 +155,7 @@ def test_a_bandit_finds_the_best_arms(this_device, model, name):
     assert min(scores[-1]) > 0.85
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

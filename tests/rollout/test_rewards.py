@@ -885,6 +885,7 @@ def test_the_environment_of_a_worker(monkeypatch):
     assert worker_environment([])["PYTHONPATH"] == str(ROOT)
 
 
+@pytest.mark.slow
 def test_an_async_function_has_several_calls_in_flight(make, file):
     with closing(make(f"{file}:judge", 2, SLACK, "reward.concurrency=5")) as grader:
         results = grader.grade([("", "a" * i, {}) for i in range(20)], range(20))
@@ -1109,6 +1110,7 @@ def test_large_and_odd_text(shared):
     assert grade(shared, f"len({long})", "len(row['x'])", x=["y" * 10**6] * 3) == [800_000.0, 3.0]
 
 
+@pytest.mark.slow
 def test_workers_start_when_needed_and_live_on(make, behave):
     me = psutil.Process()
     before = set(me.children())

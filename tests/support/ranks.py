@@ -51,4 +51,6 @@ def run_rank(
     store = dist.FileStore(str(path), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     sender.send_bytes(pickle.dumps(function(*arguments)))
+    # A rank that left now could cut off a slower one that is still connecting to it.
+    dist.barrier()
     dist.destroy_process_group()

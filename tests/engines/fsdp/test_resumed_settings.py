@@ -48,6 +48,7 @@ def first_group(engine: FSDPEngine) -> dict:
     return engine.optimizers[0].param_groups[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_configuration_wins_over_the_checkpoint(folder, name):
     changes, expected = SETTINGS[name]

@@ -309,6 +309,7 @@ def test_training_equals_a_plain_loop(results, folder, world, name):
         assert max(errors) < WEIGHT_BOUND * factor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_tied", "qwen3", "llama", "sliding"])
 def test_the_plain_loop_could_tell(folder, family):
     """The comparison above could fail: losses fall, steps are clipped, and weights move."""
@@ -494,6 +495,7 @@ def test_a_token_called_padding_is_learned_like_others(folder, tmp_path):
     assert ours.get_input_embeddings().padding_idx is None
 
 
+@pytest.mark.slow
 def test_rows_of_zeros_are_learned_as_in_transformers(tmp_path):
     """All but the padding token's, which transformers does not learn either."""
     model = make_model(tmp_path, "llama")
