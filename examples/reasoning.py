@@ -59,17 +59,21 @@ def import_reasoning_gym() -> ModuleType:
     The package imports pycosat, which has to be compiled, but only zebra puzzles call it. If it is
     missing, all other tasks work.
     """
-    if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
-        sys.modules["pycosat"] = missing_pycosat()
-    import reasoning_gym
-
-    return reasoning_gym
+    if "reasoning_gym" in sys.modules or importlib.util.find_spec("pycosat") is not None:
+        return importlib.import_module("reasoning_gym")
+    sys.modules["pycosat"] = missing_pycosat()
+    try:
+        return importlib.import_module("reasoning_gym")
+    finally:
+        del sys.modules["pycosat"]  # The modules that call it have their own reference.
 
 
 def missing_pycosat() -> ModuleType:
     """Return a module whose every use is an error that explains how to install pycosat."""
 
     def raise_error(name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
         raise ImportError(f"{name}: zebra puzzles need pycosat==0.6.6, which needs a C compiler")
 
     module = ModuleType("pycosat")

@@ -138,7 +138,10 @@ from examples import reasoning
 
 for task in ("chain_sum", "gsm_symbolic"):
     print(reasoning.score("5", {"answer": "5", "task": task, "metadata": "{}"}))
-print(sys.modules["pycosat"].itersolve)
+from reasoning_gym.logic.contrib.logic_puzzle import sat_utils
+
+assert "pycosat" not in sys.modules
+print(sat_utils.pycosat.itersolve)
 """
 
 
