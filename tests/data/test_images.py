@@ -361,6 +361,7 @@ TEXT = {"type": "text", "text": "b"}
 LITERAL = 'a text contains <image>, but the row has no image in "images"'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bad, message",
     [

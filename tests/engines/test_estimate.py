@@ -78,6 +78,7 @@ def gradient_bytes(engine: FSDPEngine) -> int:
     return seen[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairs", [(), ("model.lora.rank=4",)], ids=["whole", "lora"])
 def test_states_are_what_the_engine_holds(model, pairs):
     engine, estimate = build_and_estimate(make_config(model, *pairs))

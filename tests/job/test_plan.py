@@ -75,6 +75,7 @@ def test_the_layout_names_every_kind_of_parallelism(world_size, pairs, text):
     assert layout(load(script, ["model.path=m", "data.train_files=t", *pairs]), world_size) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])
 @pytest.mark.parametrize(
     "settings", [["model.lora.rank=4"], ["model.freeze=['layers\\.0\\.']"]], ids=["lora", "freeze"]

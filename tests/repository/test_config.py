@@ -423,6 +423,7 @@ def test_a_pair_with_spaces_is_answered_with_the_form_to_use(arguments, message)
     assert told("sft", *arguments) == f"{message}; arguments are YAML files and key=value pairs"
 
 
+@pytest.mark.slow
 def test_every_key_that_may_be_null_can_be_null():
     nullable = [key for key, rule in RULES.items() if rule.allows_null]
     assert "data.system_key" in nullable

@@ -85,6 +85,7 @@ def test_every_key_has_a_comment(path):
             assert re.search(r"\s#\s*\S", line), f"{path}:{number} does not explain its key"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in CONFIGS if "demo" not in p.parts], ids=relative)
 def test_every_key_is_read_by_the_code(path):
     readers = [p for p in PRODUCT if p.name != "config.py" and p.parent.name != "configs"]
