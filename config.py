@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
 from configs import paths
 from configs.arguments import read_layers
 from configs.checks import key_problems, value_problems
-from configs.environment import rank_problems, read_number
+from configs.environment import is_first_of_node, rank_problems, read_number
 from configs.files import CONFIGS, InputError, engine_files, flatten, read_defaults
 from configs.help import help_text, is_help
 from configs.names import readers
@@ -185,12 +185,12 @@ def report(error: InputError) -> None:
     Each of its problems is one line.
     """
     reported_errors.append(error)
-    rank = read_number("RANK", 0)
-    if read_number("LOCAL_RANK", rank) != 0:
+    if not is_first_of_node():
         return
     # tqdm.write() does not print into the line of a progress bar.
     from tqdm import tqdm
 
+    rank = read_number("RANK", 0)
     on_rank = f" on rank {rank}" if rank else ""
     for problem in error.problems:
         text = hide_secrets(" ".join(problem.split()))

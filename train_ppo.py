@@ -260,28 +260,12 @@ def validate(run, roles) -> dict[str, float]:
 
 
 def load_prompts(run, selection):
-    """Return the prompts of a data.selection.Selection, or None if it is None.
-
-    Rank 0 tokenizes prompts that are not in the cache; the other ranks read them from there.
-    """
+    """Return the prompts of a data.selection.Selection, or None if it is None."""
     from data.prompts import PromptDataset, tokenize_prompts
-    from engines.parallel.device import on_rank0
-    from job.setup import cache_directory
 
     if selection is None:
         return None
-    config = run.config
-    cache = cache_directory(config)
-    tokenized = on_rank0(
-        tokenize_prompts,
-        selection,
-        run.tokenizer,
-        config.data,
-        cache,
-        config.model.path,
-        run.processor,
-    )
-    return PromptDataset.load(tokenized, run.processor)
+    return PromptDataset.load(run.tokens_of(tokenize_prompts, selection), run.processor)
 
 
 def grade_one(config, grader, train) -> None:

@@ -230,33 +230,17 @@ def validate(engine, val, batch_size: int) -> dict[str, float]:
 def load_data(run, selection, with_rows: bool = False):
     """Return the tokenized rows of a data.selection.Selection, or None if it is None.
 
-    Rank 0 tokenizes rows that are not in the cache; the other ranks read them from there.
-
     Args:
         with_rows: whether the complete rows are needed, too.
     """
     from data.dataset import TokenDataset, tokenize
     from engines.context_parallel import sequence_limit
-    from engines.parallel.device import on_rank0
-    from job.setup import cache_directory
 
     if selection is None:
         return None
-    config = run.config
-    cache = cache_directory(config)
-    tokenized = on_rank0(
-        tokenize,
-        selection,
-        run.tokenizer,
-        config.data,
-        cache,
-        config.model.path,
-        run.processor,
-        with_rows,
-    )
-    dataset = TokenDataset.load(tokenized, run.processor)
+    dataset = TokenDataset.load(run.tokens_of(tokenize, selection, with_rows), run.processor)
     longest = int(dataset.lengths.max())
-    limit, setting = sequence_limit(config, run.world_size)
+    limit, setting = sequence_limit(run.config, run.world_size)
     if longest > limit:
         raise InputError(
             f"a row of {selection.files} has {longest} tokens, more than {setting}: raise it, or "

@@ -25,7 +25,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.harness import ROOT, make_parser, read_metrics, torchrun_command
+from benchmarks.harness import (
+    ROOT,
+    make_parser,
+    print_header,
+    print_row,
+    read_metrics,
+    torchrun_command,
+)
 
 RECIPES = ROOT / "examples" / "recipes"
 # Kept per step; the rest of metrics.jsonl stays in the run's own folder.
@@ -186,16 +193,16 @@ def first_and_last(run: Run, name: str) -> str:
 
 
 def matches(key: str, name: str) -> bool:
+    """Return whether a metric is the named one; see first_and_last()."""
     is_score = key.startswith("val/score") and key.count("/") == 1
     return key == name or (name == "val/score" and is_score)
 
 
 def print_table(runs: list[Run]) -> None:
-    print(f"{'run':28} {'seconds':>7}  {'val/score':16}  {'val/loss':16}  {'score/mean':16}")
+    names = ("val/score", "val/loss", "score/mean")
+    print_header("run", "seconds", *names)
     for run in runs:
-        columns = [first_and_last(run, name) for name in ("val/score", "val/loss", "score/mean")]
-        texts = "  ".join(f"{column:16}" for column in columns)
-        print(f"{run.name:28} {run.seconds:7.0f}  {texts}")
+        print_row(run.name, f"{run.seconds:.0f}", *[first_and_last(run, name) for name in names])
 
 
 # ---- pictures ----

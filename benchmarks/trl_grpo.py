@@ -202,7 +202,7 @@ def grpo_config(
         epsilon=0.2,
         loss_type="dapo",
         scale_rewards="group",
-        shuffle_dataset=arguments.seed > 0,
+        shuffle_dataset=arguments.shuffle,
     )
 
 
@@ -261,6 +261,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--save", help="directory for the trained model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shuffle", action="store_true", help="draw the prompts in random order")
     add_optimizer_options(parser, lr=1e-6, weight_decay=0.01)
     parser.add_argument("--out", type=Path, help="file for the JSON line too")
     arguments = parser.parse_args()

@@ -38,6 +38,11 @@ def rank_problems() -> list[str]:
     return problems
 
 
+def is_first_of_node() -> bool:
+    """Return whether this process prints for its node."""
+    return read_number("LOCAL_RANK", read_number("RANK", 0)) == 0
+
+
 def read_number(name: str, default: int) -> int:
     """Return the value of a variable: the default if it is not set, 0 if it is no valid number."""
     if name not in os.environ:

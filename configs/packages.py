@@ -1,16 +1,16 @@
 """End with one line where a package is missing: usually another Python has been started."""
 
-import os
 import platform
 import sys
 import traceback
 from typing import NoReturn
 
+from configs.environment import is_first_of_node
+
 
 def exit_without(error: ModuleNotFoundError) -> NoReturn:
     """Print which module is missing, once per node, and exit with code 2."""
-    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-    if local_rank == "0":
+    if is_first_of_node():
         print(f"error: {describe(error)}", file=sys.stderr)
     sys.exit(2)
 

@@ -271,7 +271,7 @@ def read_rows(path: Path, num_rows: int) -> list[dict]:
 
 def shortened(text: str) -> str:
     """Return a text without its middle if it is long."""
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN - 200]} [...] {text[-200:]}"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 200]} [...] {text[-200:]}"
 
 
 def ask(name: str, path: Path, num_rows: int, num_shown: int, max_tokens: int) -> None:

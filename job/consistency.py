@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from config import InputError, flatten, without_secrets
 from configs.files import CONFIGS
+from engines.parallel.device import gather_values
 
 ROOT = CONFIGS.parent
 # A library, with the names of the distributions that contain it.
@@ -27,9 +28,9 @@ def check_ranks_agree(config) -> None:
     if dist.get_world_size() == 1:
         return
     own = describe_rank(config)
-    digests = gather(digest(repr(own).encode()))
+    digests = gather_values(digest(repr(own).encode()))
     if len(set(digests)) > 1:
-        raise InputError(first_difference(gather(own)))
+        raise InputError(first_difference(gather_values(own)))
 
 
 def describe_rank(config) -> dict[str, str]:
@@ -86,13 +87,6 @@ def installed_version(distributions: list[str]) -> str:
 
 def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-def gather(value) -> list:
-    """Return the value of every rank."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def first_difference(setups: list[dict[str, str]]) -> str:

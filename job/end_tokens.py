@@ -18,9 +18,7 @@ def new_end_ids(run: Run) -> list[int]:
 
     Rank 0 prints them. Checkpoints and exports will name them. All ranks call this together.
     """
-    return on_rank0(
-        find_new_end_ids, run.config, run.chat_tokenizer(), run.train, run.resume_from
-    )
+    return on_rank0(find_new_end_ids, run.config, run.chat_tokenizer(), run.train, run.resume_from)
 
 
 def find_new_end_ids(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from common import plugins
@@ -21,8 +20,8 @@ from data.batching.mixture import Mixture
 from data.batching.order import RowsOfBatch, global_batch, unshuffled_batch
 from data.batching.sampler import UserSampler
 from data.sources import source_sizes
-from engines.parallel.device import on_rank0
-from job.consistency import digest, gather
+from engines.parallel.device import gather_values, on_all_ranks, on_rank0
+from job.consistency import digest
 
 NUM_SHOWN_ROWS = 8  # of the first batch
 
@@ -251,23 +250,3 @@ def check_agreement(user_sampler: UserSampler, digests: dict[int, str]) -> None:
                     "than on rank 0: the rows must follow from the arguments alone, not from the "
                     "rank, the machine or the time"
                 )
-
-
-def on_all_ranks(work, *args):
-    """Return work(*args); if it raises an InputError on one rank, raise it on all of them."""
-    result = None
-    problem = None
-    try:
-        result = work(*args)
-    except InputError as error:
-        problem = str(error)
-    problems = [text for text in gather_values(problem) if text]
-    if problems:
-        raise InputError(problems[0])
-    return result
-
-
-def gather_values(value) -> list:
-    """Return the value of every rank."""
-    is_single = not dist.is_initialized() or dist.get_world_size() == 1
-    return [value] if is_single else gather(value)

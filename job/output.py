@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from common import disk
 from config import InputError
-from engines.parallel.device import on_rank0
+from engines.parallel.device import gather_values, on_rank0
 
 TOUCH_SECONDS = 5.0  # how often a process touches its lock file
 WATCH_SECONDS = 20.0  # how long to watch whether another host touches its lock file
@@ -146,8 +146,7 @@ def check_shared(directory: Path, key: str, seconds: float = 10.0) -> None:
     while not is_visible and time.monotonic() < deadline:
         time.sleep(0.1)
         is_visible = marker.exists()
-    hosts = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, None if is_visible else socket.gethostname())
+    hosts = gather_values(None if is_visible else socket.gethostname())
     if dist.get_rank() == 0:
         marker.unlink()
     blind_hosts = sorted({host for host in hosts if host})

@@ -1,5 +1,6 @@
 """The parts of a run that surround its training loop."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from data.chat.tokenizer import ChatTokenizer, load_tokenizer
+from data.selection import Selection
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.parallel import device as devices
 from engines.parallel.device import on_rank0
@@ -122,6 +124,24 @@ class Run:
     def chat_tokenizer(self) -> ChatTokenizer:
         """Return the tokenizer with its chat template and the end tokens of model.path."""
         return ChatTokenizer.load(self.tokenizer, Path(self.config.model.path), self.processor)
+
+    def tokens_of(self, tokenize: Callable[..., Path], selection: Selection, *options) -> Path:
+        """Return the cache folder of these rows: rank 0 tokenizes rows that are not in the cache.
+
+        Args:
+            tokenize: data.dataset.tokenize or data.prompts.tokenize_prompts.
+            options: its last arguments.
+        """
+        return on_rank0(
+            tokenize,
+            selection,
+            self.tokenizer,
+            self.config.data,
+            setup.cache_directory(self.config),
+            self.config.model.path,
+            self.processor,
+            *options,
+        )
 
     def datasets(self) -> dict[str, Any]:
         """Return the data sets by the configuration key that chooses their rows."""

@@ -5,6 +5,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.parallel.device import gather_values
+
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum x over all ranks in place, and return it. Without a process group, x stays the same."""
@@ -18,9 +20,7 @@ def gather_on_all_ranks(items: list, group: dist.ProcessGroup | None) -> list:
 
     Use this only for a few items.
     """
-    items_of_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(items_of_rank, items, group=group)
-    return sum(items_of_rank, [])
+    return sum(gather_values(items, group), [])
 
 
 def gather_on_first_rank(

@@ -1,6 +1,7 @@
 """Show failures at once, keep `make quick` free of torchrun, and launch no case twice."""
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -41,6 +42,16 @@ def forget_meshes() -> None:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -20,7 +20,7 @@ from common.checksum import checksum
 from config import InputError
 from engines.base import Engine
 from engines.checkpoint import storage
-from engines.parallel.device import on_rank0
+from engines.parallel.device import gather_values, on_rank0
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Checkpointer:
         own_damage = storage.find_damage(
             path, manifest.checksums, dist.get_rank(), dist.get_world_size()
         )
-        damage = list(itertools.chain(*self._gather(own_damage)))
+        damage = list(itertools.chain(*gather_values(own_damage, self.group)))
         if damage:
             return f"{path} is damaged: {damage[0]}"
         return None
@@ -210,7 +210,7 @@ class Checkpointer:
             weights = checkpoint.temporary / "weights"
             own_files = weights.glob(f"__{dist.get_rank()}_*")
             own_checksums = {f"weights/{path.name}": checksum(path) for path in own_files}
-            checksums = dict(ChainMap(*self._gather(own_checksums)))
+            checksums = dict(ChainMap(*gather_values(own_checksums, self.group)))
             on_rank0(self._publish, checkpoint, checksums, group=self.group)
 
     def _publish(self, checkpoint: UnpublishedCheckpoint, checksums: dict[str, str]) -> None:
@@ -230,12 +230,6 @@ class Checkpointer:
         latest.write_text(target.name + "\n")
         latest.rename(self.directory / "latest")
         storage.sync_directory(self.directory)
-
-    def _gather(self, value) -> list:
-        """Return every rank's value, on all ranks."""
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self.group)
-        return values
 
 
 # -- directories -----------------------------------------------------------------------------------

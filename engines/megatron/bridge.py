@@ -14,6 +14,7 @@ from engines.heads import Head
 from engines.megatron.mapping import Mapping, global_parameters
 from engines.megatron.torch_layers import AdaptableLinear
 from engines.model import weights
+from engines.parallel.device import gather_values
 
 LAYERS = "decoder.layers."
 
@@ -111,9 +112,7 @@ def parameters_of_all_stages(
         (name, parameter.shape, parameter.tensor_model_parallel, parameter.partition_dim)
         for name, parameter in parameters.items()
     ]
-    descriptions_by_stage = [None] * stages.size()
-    dist.all_gather_object(descriptions_by_stage, own_descriptions, stages)
-    for stage, descriptions in enumerate(descriptions_by_stage):
+    for stage, descriptions in enumerate(gather_values(own_descriptions, stages)):
         for name, shape, is_divided, dim in descriptions:
             if stage == stages.rank():
                 value = value_of(parameters[name]).to(dtype)

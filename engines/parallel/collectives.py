@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.parallel.device import gather_values
+
 
 class AllGatherSliceGrad(torch.autograd.Function):
     """All-gather [T/R, ...] -> [T, ...] over R ranks that compute the same loss from the result.
@@ -82,10 +84,8 @@ def _create_groups(
     world: dist.ProcessGroup, own_dp_ranks: tuple[int, ...]
 ) -> dict[int, dist.ProcessGroup]:
     """Create the groups of more than one rank. All ranks create all groups, in the same order."""
-    dp_ranks_of_all = [None] * dist.get_world_size()
-    dist.all_gather_object(dp_ranks_of_all, own_dp_ranks)
     groups = {}
-    for dp_ranks in sorted({*dp_ranks_of_all}):
+    for dp_ranks in sorted({*gather_values(own_dp_ranks)}):
         for level in range(1, len(dp_ranks).bit_length()):
             size = 1 << level
             for start in range(0, len(dp_ranks) - size + 1, size):

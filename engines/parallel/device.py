@@ -162,6 +162,35 @@ def on_rank0(work: Callable, *args, group: dist.ProcessGroup | None = None):
     return result
 
 
+def on_all_ranks(work: Callable, *args):
+    """Return work(*args) of this rank. Called by all ranks.
+
+    If work() raises an InputError on any rank, the first such error is raised on every rank.
+    """
+    result = None
+    problem = None
+    try:
+        result = work(*args)
+    except InputError as error:
+        problem = str(error)
+    problems = [text for text in gather_values(problem) if text is not None]
+    if problems:
+        raise InputError(problems[0])
+    return result
+
+
+def gather_values(value, group: dist.ProcessGroup | None = None) -> list:
+    """Return the (pickled) value of every rank of a group, on each of them. For small values.
+
+    group: None: all ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor to the device, through pinned memory so that the host does not wait."""
     if device.type == "cuda":

@@ -6,13 +6,13 @@ from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 from omegaconf import DictConfig
 from PIL import Image
 
 from config import InputError
 from engines.model import mtp
 from engines.model.hf import read_hf_config
+from engines.parallel.device import on_all_ranks
 from rollout.vllm.versions import keep_pixels_normalized
 
 # The size of vLLM's cache of processed images. One prompt's images would be enough, because all
@@ -131,22 +131,27 @@ def enqueue_image_prompts(
         InputError: on any rank, vLLM rejects a prompt, or expands it to ids that differ from the
             trainer's. Raised on all ranks.
     """
-    problem = None
+    on_all_ranks(enqueue_and_compare, llm, prompts, image_prompts, params, placeholder_ids)
+
+
+def enqueue_and_compare(
+    llm,
+    prompts: Sequence[list[int]],
+    image_prompts: Sequence[ImagePrompt],
+    params: list,
+    placeholder_ids: list[int],
+) -> None:
+    """Add the requests of this rank; see enqueue_image_prompts()."""
     try:
         llm.enqueue(vllm_prompts(image_prompts), params, use_tqdm=False)
     except Exception as error:  # its type depends on the vLLM release
-        problem = f"vLLM rejects a prompt with images: {error}"
+        raise InputError(f"vLLM rejects a prompt with images: {error}") from error
     # vLLM-private: enqueue() does not return the ids that it expands a prompt to.
     requests = llm.llm_engine.engine_core.engine_core.scheduler.requests.values()
     for trainer_ids, (_, images), request in zip(prompts, image_prompts, requests):
         vllm_ids = list(request.prompt_token_ids)
-        if vllm_ids != trainer_ids and problem is None:
-            problem = describe_mismatch(vllm_ids, trainer_ids, images, placeholder_ids)
-    problems = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for problem in problems:
-        if problem is not None:
-            raise InputError(problem)
+        if vllm_ids != trainer_ids:
+            raise InputError(describe_mismatch(vllm_ids, trainer_ids, images, placeholder_ids))
 
 
 def describe_mismatch(

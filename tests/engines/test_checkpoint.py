@@ -18,6 +18,8 @@ from engines.checkpoint.storage import Writer, read_tensors
 from tests.support.models import make_model
 from tests.support.traps import set_trap
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 
 class Killed(BaseException):
     """Stands for kill -9: no handler of an ordinary exception sees it."""
@@ -52,13 +54,6 @@ class StubEngine:
 class StubTokenizer:
     def save_pretrained(self, directory: Path) -> None:
         (directory / "tokenizer.json").write_text('{"tokens": "a b c"}')
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

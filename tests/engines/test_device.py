@@ -135,23 +135,21 @@ def error_of_joining() -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_a_missing_one_names_the_address(rank_of_two, monkeypatch):
+@pytest.mark.parametrize(
+    "rank, reason",
+    [
+        ("0", "1/2 clients joined; check that every rank has been started"),
+        ("1", "timed out"),
+    ],
+    ids=["rank 1 is missing", "rank 0 cannot be reached"],
+)
+def test_a_rank_that_cannot_join_names_the_address(rank_of_two, monkeypatch, rank, reason):
     port = rank_of_two.getsockname()[1]
     rank_of_two.close()
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("RANK", rank)
     message = error_of_joining()
-    assert message.startswith(f"rank 0 of 2 cannot join the other ranks at 127.0.0.1:{port}: ")
-    assert "1/2 clients joined; check that every rank has been started" in message
-
-
-@pytest.mark.slow
-def test_a_rank_that_cannot_reach_rank_0_names_the_address(rank_of_two, monkeypatch):
-    port = rank_of_two.getsockname()[1]
-    rank_of_two.close()
-    monkeypatch.setenv("RANK", "1")
-    message = error_of_joining()
-    assert message.startswith(f"rank 1 of 2 cannot join the other ranks at 127.0.0.1:{port}: ")
-    assert "timed out" in message
+    assert message.startswith(f"rank {rank} of 2 cannot join the other ranks at 127.0.0.1:{port}: ")
+    assert reason in message
 
 
 def test_a_port_in_use_is_named(rank_of_two, monkeypatch):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,15 +16,10 @@ from engines.heads import Head
 from engines.memory import LABELS, Estimate
 from tests.support.models import make_model
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 CPU = torch.device("cpu")
 NUM_TOKENS = 48
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
@@ -14,6 +13,8 @@ from data.batching.batch import Batch
 from engines.adapter_guard import AdapterGuard
 from engines.heads import LogProbHead
 from engines.model import guard
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 VOCABULARY = 97
 WIDTH = 8
@@ -85,13 +86,6 @@ class StubEngine:
     def head_outputs_one_by_one(self, batch: Batch) -> Tensor:
         sequences = batch.input_ids.split(batch.lengths)
         return torch.cat([self.outputs(sequence, [0]) for sequence in sequences], dim=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_layers_that_keep_sequences_apart_pass():

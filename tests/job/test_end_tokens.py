@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import GenerationConfig
 
 from config import load
@@ -17,15 +16,9 @@ from job.end_tokens import find_new_end_ids, warn_of_end_token
 from rollout.vllm.sampling import find_stop_token_ids
 from tests.support.models import make_model
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 TEXT_END = 1  # the end token of the base model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,14 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from config import InputError, load
 from engines.memory import GIB
 from job.hardware import Hardware, check_assumptions
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def config(*settings: str):

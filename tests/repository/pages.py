@@ -8,7 +8,12 @@ import torch.distributed.run
 
 from tests.support.launch import ROOT
 
-FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+FILES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    ROOT / "examples" / "recipes" / "README.md",
+]
 # Path from the root of the repository -> text.
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
 PROGRAMS = ("python", "torchrun", "bash", "make", "sbatch", "nsys", "pip", "source")

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from engines.fsdp.engine import FSDPEngine
 from tests.engines.fsdp.cases import make_config
 from tests.support.training import make_batch, make_loss
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 CPU = torch.device("cpu")
 # The numbers of the 8 sequences of a batch.
@@ -16,13 +17,6 @@ CUTS = {
     "one each": [[i] for i in range(8)],
     "in another order": [[7, 2], [5], [0, 3, 6], [4, 1]],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_micro_batches_change_no_result(folder):

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from engines.fsdp.engine import FSDPEngine
 from tests.engines.fsdp.cases import build, train
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 OWN_OPTIMIZER = """
 import torch
@@ -31,13 +32,6 @@ SETTINGS = {
         {"momentum": 0.3, "ns_steps": 2},
     ),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def make_engine(folder, *settings: str) -> FSDPEngine:

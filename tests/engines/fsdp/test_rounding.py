@@ -2,19 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from engines.fsdp.rounding import count_movable, movable_share
 from tests.engines.fsdp.cases import build
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_weights_move_if_the_next_bfloat16_number_is_near():
