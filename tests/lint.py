@@ -58,22 +58,20 @@ def tracked_files() -> list[str]:
 
 def ruff_violations(files: list[str]) -> Iterator[Violation]:
     """Yield what ruff reports about rules and format."""
+    for command in (["check"], ["format", "--check"]):
+        for finding in ruff_findings([*command, "--output-format", "json", *files]):
+            file = str(Path(finding["filename"]).relative_to(ROOT))
+            line = finding["location"]["row"]
+            yield Violation(file, line, finding["code"], finding["message"])
+
+
+def ruff_findings(arguments: list[str]) -> list[dict]:
+    """Return what ruff prints as JSON."""
     ruff = str(Path(sys.executable).with_name("ruff"))
-    check = [ruff, "check", "--output-format", "json", *files]
-    reported = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
+    reported = subprocess.run([ruff, *arguments], cwd=ROOT, capture_output=True, text=True)
     if reported.returncode not in (0, 1):
         sys.exit(reported.stderr)
-    for finding in json.loads(reported.stdout):
-        file = str(Path(finding["filename"]).relative_to(ROOT))
-        line = finding["location"]["row"]
-        yield Violation(file, line, finding["code"], finding["message"])
-
-    unformatted = [ruff, "format", "--check", *files]
-    reported = subprocess.run(unformatted, cwd=ROOT, capture_output=True, text=True)
-    for line in reported.stdout.splitlines():
-        if line.startswith("Would reformat: "):
-            file = line.removeprefix("Would reformat: ")
-            yield Violation(file, 1, "format", "run ruff format")
+    return json.loads(reported.stdout)
 
 
 def shape_violations(file: str) -> Iterator[Violation]:
