@@ -132,7 +132,7 @@ def tokenize_to_cache(
         write_uses(folder, tables)
         write_file_rows(folder, tables)
 
-    values = cached_values(spec, options, selection)
+    values = [getattr(options, name) for name in spec.options] + selection.settings
     key = cache_key(paths, chat, tokenizer_dir, spec.version, values)
     folder = Path(cache_dir) / f"{key}{spec.suffix}"
     folder = ensure_cached(folder, write, stored.are_current)
@@ -150,15 +150,6 @@ def tokenize_to_cache(
     for line in unused_row_lines(stats, limit_setting, options.truncation):
         print(f"data: {line}", flush=True)
     return folder
-
-
-def cached_values(spec: CacheSpec, options, selection: Selection) -> list:
-    """Return the values of the settings that a cache depends on."""
-    values = [getattr(options, name) for name in spec.options]
-    if values[-1] is None:  # system_prompt: caches of earlier versions, which lacked it, are valid
-        values.pop()
-    values += selection.settings
-    return values
 
 
 def plain_options(options: Mapping) -> SimpleNamespace:
