@@ -156,7 +156,7 @@ def run_all(arguments: argparse.Namespace) -> list[Run]:
     names = [text for text in arguments.names if "=" not in text]
     settings = [text for text in arguments.names if "=" in text]
     runs = [Run(name, seed) for name in names for seed in arguments.seeds]
-    gpus = list(range(num_gpus())) or [None]
+    gpus = arguments.gpus or list(range(num_gpus())) or [None]
     slots: queue.Queue[int | None] = queue.Queue()
     for gpu in gpus * arguments.jobs_per_gpu:
         slots.put(gpu)
@@ -269,6 +269,9 @@ def main() -> None:
     command.add_argument("--out", type=Path, required=True, help="the file of results")
     command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     command.add_argument("--jobs-per-gpu", type=int, default=1)
+    command.add_argument(
+        "--gpus", type=int, nargs="+", help="their numbers; all of them by default"
+    )
     command.add_argument(
         "--time-limit", type=float, default=1e9, help="seconds; runs that go on then are killed"
     )

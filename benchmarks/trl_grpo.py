@@ -139,6 +139,7 @@ def load_reward(name: str) -> Callable:
     path, _, function_name = name.rpartition(":")
     spec = importlib.util.spec_from_file_location("reward", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Dataclasses look their module up there.
     spec.loader.exec_module(module)
     score = getattr(module, function_name)
     parameters = inspect.signature(score).parameters
