@@ -104,9 +104,12 @@ def test_drawing_exchanges_a_few_numbers_per_response(result, name):
     for num_held in held:
         assert 0 < num_held <= 12 * (3 - num_ranks)
     for num_bytes in samples["bytes"]:
-        assert num_bytes.keys() == {"all_reduce", "all_gather_object"}
         assert num_bytes["all_reduce"] == 20 * 5 * 8 + 4 * num_ranks
-        assert num_bytes["all_gather_object"] < 4000, "failures, with their tracebacks"
+        if num_ranks == 1:
+            assert num_bytes.keys() == {"all_reduce"}
+        else:
+            assert num_bytes.keys() == {"all_reduce", "all_gather_object"}
+            assert num_bytes["all_gather_object"] < 4000, "failures, with their tracebacks"
 
 
 def test_each_token_moves_to_one_rank_once(result, name):
