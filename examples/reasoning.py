@@ -28,6 +28,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -202,6 +203,9 @@ def build(directory: Path, settings: dict) -> None:
     num_val = options["n_val"]
     num_rows = num_val + options["n"]
     rows = make_rows(task, num_rows, options["seed"], settings, options["max_characters"])
+    # There are few problems with small numbers, and no question comes twice, so the first rows
+    # are the easiest. Both files need the same mixture.
+    random.Random(options["seed"]).shuffle(rows)
     directory.mkdir(parents=True, exist_ok=True)
     write_rows(directory / "val.jsonl", rows[:num_val])
     write_rows(directory / "train.jsonl", rows[num_val:])

@@ -48,6 +48,19 @@ def test_rows_differ_and_their_own_replies_are_right(tmp_path, settings):
         assert reasoning.score("I do not know.", row) < 1.0
 
 
+def test_validation_is_as_hard_as_training(tmp_path):
+    rows = build(
+        tmp_path, task="chain_sum", n=900, n_val=300, max_digits=2, min_digits=1, max_terms=2
+    )
+    share = {}
+    for name, rows_of_file in rows.items():
+        digits = [json.loads(row["metadata"])["num_digits"] for row in rows_of_file]
+        share[name] = digits.count(1) / len(digits)
+    # 200 problems have one digit. With 300 rows, a share of 1/6 is known to 0.02.
+    assert 0.1 < share["train"] < 0.25
+    assert abs(share["val"] - share["train"]) < 0.07
+
+
 def test_the_same_arguments_give_the_same_files(tmp_path):
     build(tmp_path / "a", task="gsm_symbolic")
     build(tmp_path / "b", task="gsm_symbolic")
