@@ -66,7 +66,9 @@ def build(directory: Path, gguf_path: Path) -> None:
     model.generation_config = dequantized.generation_config
 
     model.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer.pad_token = tokenizer.eos_token  # Some versions of transformers do not read it.
+    tokenizer.save_pretrained(directory)
     (directory / "README.md").write_text(MODEL_CARD.format(name=gguf_path.name))
     num_millions = model.num_parameters() / 1e6
     print(f"{directory}: SmolLM2-Instruct, {num_millions:.1f} M parameters in bfloat16")

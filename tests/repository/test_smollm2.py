@@ -149,6 +149,7 @@ def test_the_tokenizer_comes_along(built):
     assert ids.count(TOKENS.index("What")) == 1
     assert ids.count(TOKENS.index("<|im_end|>")) == 2
     assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token == "<|im_end|>"
 
 
 def test_the_model_card_names_the_origin(built):
