@@ -1,5 +1,6 @@
 """Show failures at once, keep `make quick` free of torchrun, and launch no case twice."""
 
+import os
 import sys
 from collections.abc import Iterator
 
@@ -24,6 +25,9 @@ class ShowFailures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Threads would mostly wait for each other: tensors are small, and several tests run at once.
+    # Torch reads this when it is imported, which is later.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     is_worker = hasattr(config, "workerinput")
     if not is_worker:
         config.pluginmanager.register(ShowFailures(config))

@@ -127,14 +127,11 @@ def test_add_a_metric(fork):
 def this_device():
     """Initialize a process group of this process alone, and restore the environment afterwards."""
     variables = dict(os.environ)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     initialized = device.init()
     os.environ.clear()
     os.environ.update(variables)
     yield initialized
     device.shutdown()
-    torch.set_num_threads(num_threads)
 
 
 @dataclass

@@ -34,14 +34,11 @@ ARM_SCORES = torch.tensor([[0.0, 0.2, 1.0, 0.4, 0.1], [0.3, 1.0, 0.0, 0.1, 0.2]]
 def this_device():
     """Open a process group of this process alone, and leave no trace in the environment."""
     environment = dict(os.environ)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     found = device.init()
     os.environ.clear()
     os.environ.update(environment)
     yield found
     device.shutdown()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from examples.arithmetic import make_tokenizer
@@ -24,7 +23,6 @@ def rank(prompts, responses, rows):
     return [{"rank": sorted(responses).index(r) / 4, "size": size} for r in responses]
 """
 FUNCTIONS = """
-import torch
 
 def surprising(mask, sequence, num_sequences, values, outcome, group, total, **_):
     best = torch.stack([outcome[group == g].max() for g in group])
@@ -35,15 +33,6 @@ def surprising(mask, sequence, num_sequences, values, outcome, group, total, **_
 def later(lengths, max_tokens):
     return torch.arange(len(lengths)) / max_tokens / lengths.sum()
 """
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Two threads would spend their time waiting for each other over models this small."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from tests.rollout.launches import (
 from tests.support.cases import launch_params
 from tests.support.launch import launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(params=launch_params(LAUNCHES))

@@ -17,7 +17,7 @@ from tests.rollout.launches import (
 from tests.rollout.sample_cases import FIRST_GROUP, LEARNED
 from tests.support.cases import launch_params, needs
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 
 PAIR_PARAMS = [

@@ -23,15 +23,6 @@ IGNORED = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Two threads would spend their time waiting for each other over models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fsdp")
