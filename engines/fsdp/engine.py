@@ -32,7 +32,7 @@ from engines.fsdp.checks import check_model_and_layout
 from engines.fsdp.packed_model import PackedModel
 from engines.fsdp.rounding import movable_share
 from engines.fsdp.router_loss import RouterLoss
-from engines.fsdp.sharding import full_tensor, reshard, shard
+from engines.fsdp.sharding import begin_micro_batch, full_tensor, reshard, shard
 from engines.fsdp.state import ModelState, future_optimizer_tensors, optimizer_tensors
 from engines.fsdp.transforms import build_model, prepare_layers, uses_compile
 from engines.heads import Head, LogProbHead, ValueHead
@@ -218,7 +218,10 @@ class FSDPEngine(Engine):
         if self._router_loss:
             self._router_loss.begin_step(self._count_tokens(batch, micro_batches), self.device)
         with self.dropout_seeds.seeded(step, dist.get_rank()):
-            for micro_batch in self._laid_out(batch, micro_batches):
+            laid_out = self._laid_out(batch, micro_batches)
+            for number, micro_batch in enumerate(laid_out, start=1):
+                is_last = number == len(micro_batches)
+                begin_micro_batch(self.model, self.config.engine, self.world_size, is_last)
                 for name, amount in self._backward(micro_batch, loss_fn).items():
                     sums[name] += amount.detach() * self.reports_group(micro_batch.group)
         grad_norm = self._clip_gradients()

@@ -1,0 +1,83 @@
+"""Communication that FSDP spares between the micro-batches of a step."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engines.fsdp.engine import FSDPEngine
+from tests.engines.fsdp.cases import make_config
+from tests.support.ranks import on_ranks
+from tests.support.training import make_batch, make_loss
+
+# The numbers of the 8 sequences of a batch.
+FOUR_MICRO_BATCHES = [(1, [7, 2]), (1, [5]), (1, [0, 3, 6]), (1, [4, 1])]
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts calls of operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@dataclass
+class Step:
+    """The results of a step of four micro-batches.
+
+    Attributes:
+        num_gathers: how often weights are gathered from the ranks, all layers together.
+        num_reductions: how often gradients are put together to be divided over the ranks.
+    """
+
+    metrics: dict[str, float]
+    weights: dict[str, torch.Tensor]
+    num_gathers: int
+    num_reductions: int
+
+
+def run_step(model: Path, zero2: bool) -> Step:
+    settings = ["engine.compute_dtype=bfloat16", f"engine.reshard_after_forward={not zero2}"]
+    config = make_config(model.parent, f"model.path={model}", *settings)
+    engine = FSDPEngine(config, torch.device("cpu"), total_steps=4)
+    batch = make_batch(1)
+    loss_fn = make_loss(len(batch.input_ids))
+    with CountOperators() as operators:
+        metrics = engine.train_batch(batch, loss_fn, 1, FOUR_MICRO_BATCHES)
+    return Step(
+        metrics=metrics,
+        weights=dict(engine.export_weights()),
+        num_gathers=operators.counts["c10d._allgather_base_.default"],
+        num_reductions=operators.counts["fsdp.chunk_cat.default"],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("zero2", [True, False])
+def test_sparing_communication_changes_no_bit(folder, tmp_path, monkeypatch, zero2, num_ranks):
+    for name in ("sparing", "plain"):
+        (tmp_path / name).mkdir()
+    sparing = on_ranks(num_ranks, tmp_path / "sparing", run_step, folder / "qwen3", zero2)[0]
+    monkeypatch.setattr("engines.fsdp.engine.begin_micro_batch", lambda *_: None)
+    plain = on_ranks(num_ranks, tmp_path / "plain", run_step, folder / "qwen3", zero2)[0]
+    assert sparing.metrics == plain.metrics
+    for name, weight in plain.weights.items():
+        assert sparing.weights[name].equal(weight), name
+
+    assert plain.num_reductions > 0
+    spared = 4 if num_ranks == 1 else 1
+    assert plain.num_reductions == spared * sparing.num_reductions
+    if num_ranks == 1:
+        return  # There is nobody to gather from.
+    assert plain.num_gathers > 0
+    spared = 4 if zero2 else 1
+    assert plain.num_gathers == spared * sparing.num_gathers
