@@ -3,6 +3,8 @@
     python -m benchmarks.recipes run --out results.json --seeds 0 1 2 --jobs-per-gpu 4 \\
         sums_grpo sums_dapo trainer.total_steps=100
     python -m benchmarks.recipes draw results.json --metric score/mean --out docs/images/sums.png
+    python -m benchmarks.recipes draw results.json trl.json --metric score/mean --seconds \\
+        --out docs/images/sums_beside_trl.png
 
 `run` starts one process per recipe and seed, several at a time on every GPU. Settings of the form
 key=value go to all of them. The file that it writes has one entry per run: recipe, seed, seconds of
@@ -33,6 +35,7 @@ from benchmarks.harness import (
     read_metrics,
     torchrun_command,
 )
+from benchmarks.recipe_curves import draw, read_curves
 
 RECIPES = ROOT / "examples" / "recipes"
 # Kept per step; the rest of metrics.jsonl stays in the run's own folder.
@@ -205,62 +208,6 @@ def print_table(runs: list[Run]) -> None:
         print_row(run.name, f"{run.seconds:.0f}", *[first_and_last(run, name) for name in names])
 
 
-# ---- pictures ----
-
-
-def smooth(values: list[float], window: int) -> list[float]:
-    """Return running means over the last `window` values."""
-    means = []
-    for end in range(1, len(values) + 1):
-        recent = values[max(0, end - window) : end]
-        means.append(sum(recent) / len(recent))
-    return means
-
-
-def read_runs(paths: list[Path]) -> list[Run]:
-    """Return the runs of result files that ended well."""
-    runs = [Run(**entry) for path in paths for entry in json.loads(path.read_text())]
-    return [run for run in runs if run.exit_code == 0]
-
-
-def curve(run: Run, metric: str, window: int) -> dict[int, float]:
-    """Return step -> the metric, as a running mean."""
-    values = {line["step"]: line[metric] for line in run.metrics if metric in line}
-    return dict(zip(values, smooth(list(values.values()), window)))
-
-
-def values_at(step: int, curves: list[dict[int, float]]) -> list[float]:
-    return [values[step] for values in curves]
-
-
-def draw(arguments: argparse.Namespace) -> None:
-    """Draw a metric over steps: for every recipe the mean of its seeds, and their range."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    runs = read_runs(arguments.results)
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for recipe in dict.fromkeys(run.recipe for run in runs):
-        of_recipe = [run for run in runs if run.recipe == recipe]
-        curves = [curve(run, arguments.metric, arguments.window) for run in of_recipe]
-        steps = sorted(set.intersection(*map(set, curves)))
-        if not steps:
-            continue
-        columns = [values_at(step, curves) for step in steps]
-        means = [sum(column) / len(column) for column in columns]
-        (line,) = axes.plot(steps, means, label=f"{recipe}, {len(curves)} seeds")
-        lowest = [min(column) for column in columns]
-        highest = [max(column) for column in columns]
-        axes.fill_between(steps, lowest, highest, alpha=0.2, color=line.get_color())
-    axes.set_xlabel("step")
-    axes.set_ylabel(arguments.metric)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(arguments.out, dpi=120)
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -276,13 +223,19 @@ def main() -> None:
         "--time-limit", type=float, default=1e9, help="seconds; runs that go on then are killed"
     )
     command = commands.add_parser("draw", help="draw a metric of such files over steps")
-    command.add_argument("results", type=Path, nargs="+")
+    command.add_argument(
+        "results", type=Path, nargs="+", help="files of `run`, or of benchmarks/trl_grpo.py --out"
+    )
     command.add_argument("--metric", required=True)
     command.add_argument("--window", type=int, default=1, help="steps of the running mean")
+    command.add_argument(
+        "--seconds", action="store_true", help="draw it over the seconds of all steps too"
+    )
     command.add_argument("--out", type=Path, required=True, help="the picture")
     arguments = parser.parse_args()
     if arguments.command == "draw":
-        draw(arguments)
+        figure = draw(read_curves(arguments.results), arguments)
+        figure.savefig(arguments.out, dpi=120)
         return
     runs = run_all(arguments)
     print_table(runs)

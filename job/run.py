@@ -1,5 +1,6 @@
 """The parts of a run that surround its training loop."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,7 +200,7 @@ class Run:
         self.resume_from = on_rank0(find_resume, self.config, latest, progress, self.total_steps)
 
     def start(self, description: str) -> None:
-        """Open the logs. From now on, a signal takes effect at the end of the step.
+        """Open the logs, last before the loop. Now a signal takes effect at the end of the step.
 
         Args:
             description: rows and ranks of this run, for the first line of the log.
@@ -219,6 +220,10 @@ class Run:
         self.profiler.on_stage = self.heartbeat.enter
         # Collectives time out a minute after the heartbeat, which names the missing ranks.
         devices.set_timeouts(self.config.trainer.timeout_minutes + 1)
+        # All that exists now lives as long as the run. A full garbage collection would visit it
+        # again and again, which takes tenths of a second, and vLLM asks for one in every step.
+        gc.collect()
+        gc.freeze()
 
     @property
     def base_name(self) -> str:

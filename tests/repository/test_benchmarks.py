@@ -129,6 +129,7 @@ NOT_RUN = {
     "harness.py": "shared by all scripts",
     "shapes.py": "the models of the others",
     "recipes.py": "its recipes train for minutes",
+    "recipe_curves.py": "the pictures of recipes.py",
     "known_models.py": "the models of what_fits.py",
     "host_path_case.py": "run by host_path.py",
     "ppo_h200.py": "run by lora_h200.py",

@@ -1,11 +1,14 @@
 """The recipes of examples/recipes, and benchmarks/recipes.py, which runs and draws them."""
 
 import json
+from pathlib import Path
+from statistics import median
 
 import pytest
 from PIL import Image
 
 from benchmarks import recipes
+from benchmarks.recipe_curves import RunCurves, read_curves, smooth
 from benchmarks.recipes import RECIPES, Run
 from config import load
 
@@ -44,25 +47,87 @@ def test_the_recipes_of_sums_differ_only_in_what_they_vary(name):
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_results_can_be_drawn(path, tmp_path, monkeypatch):
-    runs = [Run(**entry) for entry in json.loads(path.read_text())]
-    assert {run.seed for run in runs} == {0, 1, 2}
     picture = tmp_path / "curve.png"
-    arguments = ["recipes", "draw", str(path), "--metric", "val/exact_match", "--out", str(picture)]
+    metric = "train/loss" if "sft" in path.stem else "score/mean"
+    arguments = ["recipes", "draw", str(path), "--metric", metric, "--out", str(picture)]
     monkeypatch.setattr("sys.argv", arguments)
     recipes.main()
     with Image.open(picture) as image:
         assert image.width > 300
 
 
+def test_a_picture_over_seconds_is_wider(tmp_path, monkeypatch):
+    path = str(RECIPES / "results" / "sums_grpo_trl.json")
+    widths = []
+    for options in ([], ["--seconds"]):
+        picture = str(tmp_path / f"{len(options)}.png")
+        words = ["recipes", "draw", path, "--metric", "score/mean", *options, "--out", picture]
+        monkeypatch.setattr("sys.argv", words)
+        recipes.main()
+        with Image.open(picture) as image:
+            widths.append(image.width)
+    assert widths[1] > widths[0]
+
+
 def test_the_page_has_the_results_of_every_seed():
     page = (RECIPES / "README.md").read_text()
-    for path in RESULTS:
-        for run in (Run(**entry) for entry in json.loads(path.read_text())):
-            last = run.metrics[-1]
-            cells = (run.seed, f"{last['val/loss']:.4f}", f"{last['val/exact_match']:.3f}")
-            row = " | ".join(map(str, cells))
-            assert f"| {row} |" in page
+    runs = [Run(**entry) for entry in json.loads(results("gsm_sft").read_text())]
+    assert [run.seed for run in runs] == [0, 1, 2]
+    for run in runs:
+        last = run.metrics[-1]
+        seconds = sum(line.get("timing/step", 0) for line in run.metrics)
+        cells = (
+            run.seed,
+            f"{last['val/loss']:.4f}",
+            f"{last['val/exact_match']:.3f}",
+            f"{seconds:.0f}",
+            f"{run.seconds:.0f}",
+        )
+        row = " | ".join(map(str, cells))
+        assert f"| {row} |" in page
+
+
+@pytest.mark.parametrize(
+    "name, rows",
+    [
+        ("sums_grpo", [f"rankwise, seed {seed}" for seed in range(3)]),
+        ("sums_grpo_trl", ["TRL, seed 0"]),
+    ],
+)
+def test_the_page_has_the_scores_of_every_run(name, rows):
+    page = (RECIPES / "README.md").read_text()
+    runs = read_curves([results(name)])
+    for row, run in zip(rows, runs, strict=True):
+        scores = [line["score/mean"] for line in run.metrics if "score/mean" in line]
+        first = sum(scores[:10]) / 10
+        last = sum(scores[-10:]) / 10
+        assert f"| {row} | {first:.3f} | {last:.3f} |" in page
+
+
+@pytest.mark.parametrize(
+    "name, row", [("sums_grpo_trl", "TRL 1.16"), ("sums_grpo_alone", "with `engine.torch_compile")]
+)
+def test_the_page_has_the_seconds_of_a_step(name, row):
+    (run,) = read_curves([results(name)])
+    seconds = [line["timing/step"] for line in run.metrics if line["step"] > 0]
+    (line,) = [line for line in page_lines() if line.startswith(f"| {row}")]
+    assert f"| {median(seconds):.2f} |" in line
+
+
+def page_lines() -> list[str]:
+    return (RECIPES / "README.md").read_text().splitlines()
+
+
+def results(name: str) -> Path:
+    return RECIPES / "results" / f"{name}.json"
+
+
+def test_the_seconds_of_a_run_add_up():
+    run = RunCurves(
+        "a", [{"step": 0}, {"step": 1, "timing/step": 2.0}, {"step": 2, "timing/step": 3.0}]
+    )
+    assert run.seconds() == {0: 0.0, 1: 2.0, 2: 5.0}
 
 
 def test_a_running_mean_is_over_the_latest_steps():
-    assert recipes.smooth([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0]
+    assert smooth([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0]

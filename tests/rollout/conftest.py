@@ -23,6 +23,7 @@ def rank(prompts, responses, rows):
     return [{"rank": sorted(responses).index(r) / 4, "size": size} for r in responses]
 """
 FUNCTIONS = """
+import torch
 
 def surprising(mask, sequence, num_sequences, values, outcome, group, total, **_):
     best = torch.stack([outcome[group == g].max() for g in group])
