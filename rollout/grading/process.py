@@ -16,13 +16,15 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from config import SECRET, InputError
 
@@ -37,6 +39,7 @@ ENVIRONMENT = """
     RANK LOCAL_RANK WORLD_SIZE
 """.split()
 MAX_ANSWER_BYTES = 2**26
+READ_BYTES = 2**16  # as much as a pipe holds
 
 Call = list[int]  # the indices of the samples that one call of the function grades
 
@@ -49,12 +52,25 @@ class Ending:
     trace: str
 
 
+class Deadline(NamedTuple):
+    """The end of a call's time.
+
+    time     as time.monotonic() gives it
+    seconds  how long after the request this is
+    """
+
+    time: float
+    seconds: float
+
+
 class WorkerProcess:
     """One worker, ready for calls.
 
     Attributes:
         ready: the worker's first answer, with takes_groups and is_async.
         pending: token -> call, for requests that were not answered yet.
+        deadlines: token -> when the worker is killed, for the same requests.
+        unread: what the worker has written after its last line.
         expired: the token of the call that has timed out, or None.
         ending: why the worker ended; None while it runs.
 
@@ -68,7 +84,8 @@ class WorkerProcess:
         self.expired: str | None = None
         self.ending: Ending | None = None
         self.pending: dict[str, Call] = {}
-        self.timers: dict[str, threading.Timer] = {}
+        self.deadlines: dict[str, Deadline] = {}
+        self.unread = b""
         self._start(settings)
         self.ready = self.query(settings, startup_timeout)
 
@@ -88,6 +105,8 @@ class WorkerProcess:
                 env=worker_environment(settings["env"]),
             )
         os.close(worker_end)
+        # A worker that does not read must not block this process for ever: see send().
+        os.set_blocking(self.process.stdin.fileno(), False)
 
     def query(self, request: dict, seconds: float) -> dict:
         """Send a request and wait for its answer.
@@ -108,22 +127,21 @@ class WorkerProcess:
         return answer
 
     def send(self, request: dict, seconds: float, call: Call) -> None:
-        """Send a request. The worker is killed unless it answers within `seconds`."""
+        """Send a request. Unless it is answered within `seconds`, receive() kills the worker."""
         token = secrets.token_hex(8)
-        timer = threading.Timer(seconds, self.expire, [token, seconds])
-        timer.daemon = True
         self.pending[token] = call
-        self.timers[token] = timer
-        timer.start()
-        line = json.dumps({**request, "token": token}).encode() + b"\n"
+        self.deadlines[token] = Deadline(time.monotonic() + seconds, seconds)
+        unsent = json.dumps({**request, "token": token}).encode() + b"\n"
+        pipe = self.process.stdin.fileno()
         # If the worker died after its last answer, the pipe is broken, which receive() will report.
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(line)
-            self.process.stdin.flush()
+            while unsent:
+                self._wait(pipe, select.POLLOUT)
+                unsent = unsent[os.write(pipe, unsent) :]
 
     def receive(self) -> tuple[Call, dict] | None:
         """Wait for the next answer. Returns (call, answer), or None if the worker has ended."""
-        line = self.process.stdout.readline(MAX_ANSWER_BYTES)
+        line = self._read_line()
         try:
             answer = json.loads(line)
             token = answer.pop("token")
@@ -132,16 +150,50 @@ class WorkerProcess:
             is_whole_line = line.endswith(b"\n") or len(line) == MAX_ANSWER_BYTES
             self.kill(forged=is_whole_line)
             return None
-        timer = self.timers.pop(token)
-        timer.cancel()
-        timer.join()
+        del self.deadlines[token]
         if self.expired and not self.pending:
             self.kill()
         return call, answer
 
-    def expire(self, token: str, seconds: float) -> None:
+    def _read_line(self) -> bytes:
+        """Return the next line, at most MAX_ANSWER_BYTES of it, or what is left at the end."""
+        pipe = self.process.stdout.fileno()
+        chunks = [self.unread]
+        num_bytes = len(self.unread)
+        while b"\n" not in chunks[-1] and num_bytes < MAX_ANSWER_BYTES:
+            self._wait(pipe, select.POLLIN)
+            chunk = os.read(pipe, READ_BYTES)
+            if not chunk:
+                break
+            chunks.append(chunk)
+            num_bytes += len(chunk)
+        line, newline, self.unread = b"".join(chunks).partition(b"\n")
+        return (line + newline)[:MAX_ANSWER_BYTES]
+
+    def _wait(self, pipe: int, event: int) -> None:
+        """Wait until a pipe is ready, but kill the worker when a call has timed out.
+
+        A pipe of a worker that has ended is ready, too.
+        """
+        poll = select.poll()
+        poll.register(pipe, event)
+        while not poll.poll(self._milliseconds_left()):
+            self._expire()
+
+    def _milliseconds_left(self) -> float | None:
+        """Return how long to wait for the worker: until its next call times out, or for ever."""
+        if self.expired or not self.deadlines:
+            return None
+        deadline = self.deadlines[self._next_to_expire()]
+        return max(0.0, deadline.time - time.monotonic()) * 1000
+
+    def _next_to_expire(self) -> str:
+        return min(self.deadlines, key=lambda token: self.deadlines[token].time)
+
+    def _expire(self) -> None:
         """Kill the worker because a call has timed out."""
-        self.expired = token
+        self.expired = self._next_to_expire()
+        seconds = self.deadlines[self.expired].seconds
         self.ending = Ending("timed out", f"took more than {seconds:g} s")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -155,9 +207,6 @@ class WorkerProcess:
         if not self.alive:
             return
         self.alive = False
-        for timer in self.timers.values():
-            timer.cancel()
-            timer.join()
         # Nothing has waited for the process yet, so no other process can have its pid.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -848,6 +848,23 @@ def test_an_async_call_that_is_late_and_one_that_raises_leave_the_worker(make, f
         assert grader.idle == [worker]
 
 
+def test_a_worker_that_stops_reading_times_out(make, tmp_path):
+    """Its calls are larger than a pipe, so sending them would otherwise wait for ever."""
+    (tmp_path / "stops.py").write_text(
+        "import os, signal\n"
+        "async def judge(response, row):\n"
+        "    if response == 'stop':\n"
+        "        os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    return 1.0\n"
+    )
+    row = {"text": "a" * 2**20}
+    items = [("", text, row) for text in ("stop", "a", "b", "c")]
+    with closing(make(f"{tmp_path}/stops.py:judge", 1, 0.5, "reward.concurrency=4")) as grader:
+        stopped, *others = grader.grade(items, range(4))
+        assert stopped.kind == "timed out"
+        assert [result.score for result in others] == [1.0] * 3
+
+
 def test_a_new_worker_may_take_longer_to_start_than_a_call(make, tmp_path):
     (tmp_path / "late.py").write_text(
         "import os, time\ntime.sleep(0.3)\n"
