@@ -1,5 +1,7 @@
 """Small parts of the chat code by themselves: spans, marks, headers, and the order of pieces."""
 
+import itertools
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -183,6 +185,17 @@ def test_a_tokenizer_with_a_method_of_its_own_is_used_if_it_agrees():
     row = {"messages": say("q", "the cat", "r", "sat")}
     assert not ChatTokenizer(own).is_stock
     assert learned_text(row, own) == "the cat<|im_end|>sat<|im_end|>"
+
+
+def test_a_turn_begins_after_the_generation_prompt_of_its_own_row():
+    """These rows have the same text, but only some ask for answers without thinking."""
+    chat = ChatTokenizer(make_tokenizer(QWEN3))
+    learned = []
+    for thinks in (False, True, False):
+        ids, mask = encode({"messages": say("q", "a"), "enable_thinking": thinks}, chat, options())
+        learned.append(chat.tokenizer.decode(list(itertools.compress(ids, mask))))
+    answer = "a<|im_end|>"
+    assert learned == [answer, f"<think>\n\n</think>\n\n{answer}", answer]
 
 
 def test_literals_of_a_template():

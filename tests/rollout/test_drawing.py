@@ -25,7 +25,7 @@ from rollout.drawing import (
     dataset_rows,
     response_seeds,
 )
-from rollout.grading.grader import Grader
+from rollout.grading.grader import Failure, Grader, Result, Reward
 from rollout.responses import Responses
 from rollout.samples import Samples
 from rollout.vllm.sampling import request_seed
@@ -91,6 +91,15 @@ def generate_by_hand(request: Request, assignment: Assignment) -> Generation:
     return Generation(batch, torch.tensor(truncated), prompts, seconds, {"of vLLM": 3.0})
 
 
+def agree_by_hand(config, results: list[dict[int, Result]]) -> list[str] | None:
+    """Return the parts that this rank expects after a draw; results[rank]: {response: result}."""
+    own = results[dist.get_rank()]
+    with closing(Grader(config)) as grader:
+        sampler = Sampler(None, grader, None, None, 0.5, True)
+        sampler.agree_on_parts(torch.tensor([*own]), [*own.values()])
+        return grader.parts
+
+
 def draw_by_hand(config, num_replicas: int) -> tuple[Samples, list, list, list]:
     """Return the samples of this rank, the lengths that were recorded, parts and seeds."""
     request = make_request()
@@ -107,10 +116,10 @@ def draw_by_hand(config, num_replicas: int) -> tuple[Samples, list, list, list]:
 
 
 @pytest.fixture(scope="module")
-def draw(tmp_path_factory):
+def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drawing")
     (folder / "reward.py").write_text(REWARD)
-    config = load(
+    return load(
         "ppo.yaml",
         [
             "model.path=unused",
@@ -121,6 +130,9 @@ def draw(tmp_path_factory):
         ],
     )
 
+
+@pytest.fixture(scope="module")
+def draw(config, tmp_path_factory):
     @cache
     def draw(num_ranks: int, num_replicas: int):
         folder = tmp_path_factory.mktemp("ranks")
@@ -199,6 +211,17 @@ def test_a_seed_belongs_to_the_row_and_the_number_in_the_group(draw):
         assert not seeds.keys() & seeds_of_rank.keys(), "both replicas would draw a response"
         seeds |= seeds_of_rank
     assert seeds == expected
+
+
+def test_all_ranks_expect_the_parts_of_the_first_reward_of_the_run(config, tmp_path):
+    """It may be on any rank, after a response that could not be graded."""
+    failure = Failure("raised", "no reward", {}, "r")
+    results = [
+        {4: Reward(1.0, {"on rank 0": 1.0})},
+        {0: failure, 1: Reward(2.0, {"b": 1.0, "a": 1.0}), 5: Reward(1.0, {"later": 1.0})},
+        {2: failure},
+    ]
+    assert on_ranks(3, tmp_path, agree_by_hand, config, results) == [["a", "b"]] * 3
 
 
 def assign_by_length(num_replicas: int) -> tuple[list[int], list[int], list[int], list[int]]:

@@ -5,7 +5,9 @@ import torch
 
 from config import load
 from rollout.vllm.probe import LENGTH, MAX_GAP, NUM_SEQUENCES, Probe
+from tests.engines.fsdp.cases import build
 from tests.support.models import make_model
+from tests.support.plain import make_adapter
 
 ROUNDING = 1e-5
 NUM_COMPARED = NUM_SEQUENCES * (LENGTH - 1)
@@ -75,3 +77,18 @@ def test_its_tokens_are_fixed_and_fit_into_short_sequences(make_probe):
     assert again.input_ids.tolist() == probe.batch.input_ids.tolist()
     short = make_probe(0.0, "data.max_prompt_length=2", "rollout.max_tokens=3")
     assert short.batch.lengths == [5] * NUM_SEQUENCES
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_base_is_recorded_without_the_adapters_that_a_run_begins_with(model, make_probe):
+    """Those of a resumed run have an effect from the first sync on."""
+    make_adapter(model)
+    engine = build(model, torch.device("cpu"), lora=True)
+    probe = make_probe(0.0)
+    probe.base_log_probs = None
+    probe.record_trainer(engine)
+    merged = probe.trainer_log_probs
+    assert (merged - probe.base_log_probs).abs().max() > 0.01
+    with engine.without_adapters():
+        probe.record_trainer(engine)
+    assert torch.equal(probe.base_log_probs, probe.trainer_log_probs)
