@@ -137,9 +137,12 @@ def test_a_call_without_arguments_has_none():
 
 def test_null_is_a_value_in_arguments_and_schemas_of_json():
     tool = {"name": "add", "parameters": {"properties": {"a": {"default": None}}}, "strict": None}
-    row = {"messages": agent({"name": "add", "arguments": {"a": None}}), "tools": [tool]}
+    tools = [tool, {"type": "function", "function": tool}]
+    row = {"messages": agent({"name": "add", "arguments": {"a": None}}), "tools": tools}
     inputs = template_inputs(parse_row(json.dumps(row)), (), options())
-    assert inputs.tools == [{"name": "add", "parameters": tool["parameters"]}]
+    bare, wrapped = inputs.tools
+    assert bare == {"name": "add", "parameters": tool["parameters"]}
+    assert wrapped == {"type": "function", "function": bare}, "null is no value elsewhere"
     messages = training_messages(parse_row(json.dumps(row)), True, options())
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
     padded = training_messages(row, True, options())  # as a row of a Parquet file

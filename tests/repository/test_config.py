@@ -559,6 +559,17 @@ def test_schemas_are_written_where_the_yaml_files_expect_them(tmp_path, capsys):
         assert json.loads(file.read_text()) == schema(file.stem)
 
 
+def check_values(validator, defaults: Path, engine: dict[str, str]) -> None:
+    """Check that the schema accepts each value that fits a key of this file, and no other one."""
+    for key, default in flatten(OmegaConf.load(defaults)).items():
+        for value in VALUES if key != "model_engine" else []:
+            fits = problem_with(key, value, default) is None
+            tree = value
+            for part in reversed(key.split(".")):
+                tree = {part: tree}
+            assert validator.is_valid(tree | engine) == fits, f"{key}={value!r}"
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_schema_of_the_yaml_files(script):
     path = DIRECTORY / f"{script}.json"
@@ -591,13 +602,9 @@ def test_the_schema_of_the_yaml_files(script):
         {"engine": {"tensor_parallel": 2}},
     ):
         assert not validator.is_valid(wrong), wrong
-    for key, default in flatten(OmegaConf.load(CONFIGS / f"{script}.yaml")).items():
-        for value in VALUES if key != "model_engine" else []:
-            fits = problem_with(key, value, default) is None
-            tree = value
-            for part in reversed(key.split(".")):
-                tree = {part: tree}
-            assert validator.is_valid(tree) == fits, f"{key}={value!r}"
+    check_values(validator, CONFIGS / f"{script}.yaml", {})
+    for path in engine_files():
+        check_values(validator, path, {"model_engine": path.stem})
     assert validator.is_valid(
         {"optim": {"lr": "${oc.env:LR}"}, "data": {"num_proc": "${oc.env:CPUS}"}}
     )

@@ -829,6 +829,25 @@ def test_a_call_beside_one_that_ended_the_worker_is_made_again(make, file, tmp_p
         assert results[1::2] == [Reward(3.0, {}), Reward(2.0, {})]
 
 
+def test_a_call_is_made_again_if_the_time_of_another_one_ended_the_worker(make, file, tmp_path):
+    """The time of an answered call was over just before its answer was read."""
+    marker = tmp_path / "marker"
+    function = f"{file}:first_attempt_hangs"
+    with closing(make(function, 1, SLACK, "reward.kwargs.path=marker")) as grader:
+        (worker,) = grader.idle
+
+        def expire_when_the_call_hangs() -> None:
+            wait_until(marker.exists)
+            worker.expire("an answered call", SLACK)
+
+        timer = threading.Thread(target=expire_when_the_call_hangs)
+        timer.start()
+        results = grader.grade([("", "ab", {"marker": str(marker)})], [0])
+        timer.join()
+        assert worker.ending.kind == "timed out"
+        assert results == [Reward(2.0, {})]
+
+
 def test_a_call_that_hangs_ends_its_worker(make, file):
     with closing(make(f"{file}:hang", 1, 0.3)) as grader:
         (worker,) = grader.idle
