@@ -387,6 +387,10 @@ def test_only_columns_of_chats_are_read_from_json_and_a_line_says_so():
     ]
     completion = {"prompt": "Write a chat", "completion": json.dumps(CHAT)}
     assert read_shape(completion, options(), True)[0]["response"] == json.dumps(CHAT)
+    chats = {"prompt": CHAT, "completion": [{"role": "assistant", "content": "a"}]}
+    cells = {column: json.dumps(chat) for column, chat in chats.items()}
+    messages = [read_shape(row, options(), True)[0]["messages"] for row in (chats, cells)]
+    assert messages[0] == messages[1], "the completion of a prompt that is a chat, too"
     lines = lines_of([{"prompt": json.dumps(CHAT), "response": "r"}])
     assert "f: JSON text is read as a chat: prompt (1 row)" in lines
     with pytest.raises(InputError, match="a chat in the notation of Python.* json.dumps"):

@@ -60,7 +60,9 @@ def test_errors_of_full_disks_are_recognized(tmp_path, error, reason):
     """Directly, and if they caused another error."""
     caused = ValueError("another error")
     caused.__cause__ = error
-    for raised in (error, caused):
+    while_handled = ValueError("another error")
+    while_handled.__context__ = error
+    for raised in (error, caused, while_handled):
         expected = InputError if reason else type(raised)
         with pytest.raises(expected, match=reason), disk.writing(tmp_path, 5):
             raise raised

@@ -64,6 +64,8 @@ def test_secrets_are_shown_and_kept_as_the_variables_that_hold_them(monkeypatch,
     for name in ("PGPASSWORD", "DB_PWD", "GITHUB_PAT"):
         monkeypatch.setenv(name, f"{name}-value")
         assert hide_secrets(f"a {name}-value") == f"a ${{oc.env:{name}}}"
+    monkeypatch.setenv("BEGINNING_TOKEN", "DB_PWD-val")
+    assert hide_secrets("a DB_PWD-value") == "a ${oc.env:DB_PWD}", "no end of it is shown"
     config = load(
         "ppo.yaml",
         [

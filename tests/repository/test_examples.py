@@ -116,6 +116,15 @@ def test_rows_are_byte_identical(tmp_path, arithmetic_rows):
     assert digests == ["46733d559ecbfdda", "f62e3253a7f2304c", "c50554cad7ba642e"]
 
 
+def check_square(pixels: np.ndarray, colour: str) -> None:
+    """Check that a picture shows a square of a shade of this colour on grey."""
+    assert pixels.shape == (colours.IMAGE_SIZE, colours.IMAGE_SIZE, 3)
+    is_grey = (np.ptp(pixels, axis=2) == 0) & (pixels[..., 0] >= 110) & (pixels[..., 0] < 150)
+    shade = pixels[~is_grey]
+    assert len(shade) == colours.SQUARE_SIZE**2
+    assert np.abs(shade - colours.COLOURS[colour]).max() <= 20
+
+
 def test_pictures_are_byte_identical_and_show_their_colours(tmp_path, monkeypatch):
     monkeypatch.setattr(colours, "NUM_TRAIN", 6)
     monkeypatch.setattr(colours, "NUM_VAL", 2)
@@ -128,13 +137,27 @@ def test_pictures_are_byte_identical_and_show_their_colours(tmp_path, monkeypatc
         assert text_part["text"] == colours.QUESTION
         assert answer["content"] == row["answer"]
         pixels = np.asarray(Image.open(tmp_path / image_part["image"])).astype(int)
-        assert pixels.shape == (colours.IMAGE_SIZE, colours.IMAGE_SIZE, 3)
-        is_grey = (np.ptp(pixels, axis=2) == 0) & (pixels[..., 0] >= 110) & (pixels[..., 0] < 150)
-        shade = pixels[~is_grey]
-        assert len(shade) == colours.SQUARE_SIZE**2
-        assert np.abs(shade - colours.COLOURS[row["answer"]]).max() <= 20
+        check_square(pixels, row["answer"])
         digest.update(pixels.tobytes())
     assert digest.hexdigest()[:16] == "b9ff855b52e4d86c"
+
+
+@pytest.mark.parametrize("colour", colours.COLOURS)
+def test_no_shade_of_a_colour_wraps_around(colour):
+    """Shades of white and black reach both ends of a pixel's values."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        check_square(np.asarray(colours.draw(colour, rng)).astype(int), colour)
+
+
+def test_all_problems_of_a_built_directory_of_worked_answers_are_worked(docs_folder):
+    shares = {}
+    for name in ("worked/train", "worked/val", "val"):
+        rows = [json.loads(line) for line in open(docs_folder / f"{name}.jsonl")]
+        is_worked = [", " in row["messages"][1]["content"] for row in rows]
+        shares[name] = sum(is_worked) / len(rows)
+    assert shares["worked/train"] == shares["worked/val"] == 1
+    assert shares["val"] < 1
 
 
 def test_the_models_of_the_examples(docs_folder, tmp_path):

@@ -287,6 +287,12 @@ CALLS = {
         {"response": "5", "answer": 5},
     ),
     "a column": (lambda answer: 0, {"a": 1}, {"answer": "a"}, {"answer": 1}),
+    "columns for names of another convention": (
+        lambda rows, answer: 0,
+        {"a": 1, "b": [2, 3]},
+        {"rows": "b", "answer": "a"},
+        {"rows": [2, 3], "answer": 1},
+    ),
     "a default": (lambda response, scale=2: 0, {"a": 1}, {}, {"response": "5"}),
     "a group": (
         lambda prompts, responses, rows: 0,
