@@ -73,6 +73,7 @@ def main(folder: Path, name: str) -> None:
     results["updates"] = {
         str(temperature): updates(folder, case, rollout, temperature) for temperature in (1.0, 0.6)
     }
+    results["cached prompt"] = cached_prompt(rollout, engine)
     if case.tp == 1:
         results["rounded"] = rounded(folder, case, rollout)
         results["critic"] = critic_cases.run(folder, name)
@@ -301,6 +302,19 @@ def updates(folder: Path, case: Launch, rollout: Rollout, temperature: float) ->
         (new - old).abs().max().item() for old, new in zip(fixed_log_probs, fixed_log_probs[1:])
     ]
     return result
+
+
+def cached_prompt(rollout: Rollout, engine: FSDPEngine) -> list[float]:
+    """Return how far vLLM is from the trainer before and after it gets the trainer's weights.
+
+    Both responses are to one prompt, which is so long that vLLM caches its first blocks.
+    """
+    prompt = make_prompts(31, LONG_PROMPT)[30]  # long_prompts() has not cached this one
+    sampling = OmegaConf.merge(engine.config.rollout, {"stop": [], "max_tokens": 6})
+    before, _ = rollout.generate([prompt], [0], sampling)
+    push(rollout, engine)
+    after, _ = rollout.generate([prompt], [0], sampling)
+    return [max_gap(engine, batch) for batch in (before, after)]
 
 
 def compare_ratios(engine: FSDPEngine, batch: Batch, step: int) -> dict:

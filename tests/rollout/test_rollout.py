@@ -98,6 +98,12 @@ def test_log_probs_agree_before_and_after_every_update(result, temperature):
     assert min(updates["moved"]) > 1000 * ROLLOUT_BOUND, "stale weights would go unnoticed"
 
 
+def test_no_cached_block_of_a_prompt_outlives_the_weights(result):
+    before, after = result["cached prompt"]
+    assert before > 100 * ROLLOUT_BOUND, "stale blocks would go unnoticed"
+    assert after < ROLLOUT_BOUND
+
+
 @pytest.mark.parametrize("temperature", ["1.0", "0.6"])
 def test_first_ratio_is_exactly_1(result, temperature, name):
     ratios = result["updates"][temperature]["ratios"]
