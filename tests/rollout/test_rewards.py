@@ -28,7 +28,7 @@ from rollout.grading.grader import (
     Reward,
     check_failures,
 )
-from rollout.grading.process import worker_environment
+from rollout.grading.process import Ending, worker_environment
 from rollout.grading.signature import Signature
 
 ROOT = Path(__file__).parents[2]
@@ -836,20 +836,22 @@ def test_a_call_beside_one_that_ended_the_worker_is_made_again(make, file, tmp_p
 
 
 def test_a_call_is_made_again_if_the_time_of_another_one_ended_the_worker(make, file, tmp_path):
-    """The time of an answered call was over just before its answer was read."""
+    """The time of the other one was over just before its answer was read."""
     marker = tmp_path / "marker"
     function = f"{file}:first_attempt_hangs"
     with closing(make(function, 1, SLACK, "reward.kwargs.path=marker")) as grader:
         (worker,) = grader.idle
 
-        def expire_when_the_call_hangs() -> None:
+        def end_worker_when_the_call_hangs() -> None:
             wait_until(marker.exists)
-            worker.expire("an answered call", SLACK)
+            worker.expired = "an answered call"
+            worker.ending = Ending("timed out", "took too long")
+            os.killpg(worker.process.pid, signal.SIGKILL)
 
-        timer = threading.Thread(target=expire_when_the_call_hangs)
-        timer.start()
+        thread = threading.Thread(target=end_worker_when_the_call_hangs)
+        thread.start()
         results = grader.grade([("", "ab", {"marker": str(marker)})], [0])
-        timer.join()
+        thread.join()
         assert worker.ending.kind == "timed out"
         assert results == [Reward(2.0, {})]
 
