@@ -261,6 +261,7 @@ class Run:
 
     def end_loop(self) -> None:
         """Stop the heartbeat and the profiler, and wait until the last checkpoint is written."""
+        gc.unfreeze()
         self.heartbeat.close()
         self.profiler.close()
         self.checkpointer.wait()

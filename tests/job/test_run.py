@@ -1,5 +1,6 @@
 """What happens around a loop, without a model."""
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import train_sft
 from config import InputError, load
+from engines.checkpoint.checkpointer import Checkpointer
 from job.hardware import Hardware
 from job.progress import Progress
 from job.run import Run
@@ -22,6 +24,10 @@ class Recorder:
 
     def __init__(self):
         self.entered = []
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def enter(self, stage: str, step: int | None = None) -> None:
         self.entered.append((stage, step))
@@ -71,6 +77,16 @@ def test_the_heartbeat_hears_of_every_stage(run):
     with run.profiler.stage("train_batch"):
         pass
     assert run.heartbeat.entered == [("data", 3), ("train_batch", 3)]
+
+
+def test_garbage_collections_skip_what_exists_before_the_loop(run):
+    gc.unfreeze()
+    run.start("1 row")
+    assert gc.get_freeze_count() > 100_000
+    run.checkpointer = Checkpointer(run.output_dir / "checkpoints", 1, asynchronous=False)
+    run.end_loop()
+    assert run.heartbeat.is_closed
+    assert gc.get_freeze_count() == 0
 
 
 def test_the_first_lines_say_where_a_run_begins(run, capsys):
