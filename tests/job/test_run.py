@@ -79,6 +79,7 @@ def test_the_heartbeat_hears_of_every_stage(run):
     assert run.heartbeat.entered == [("data", 3), ("train_batch", 3)]
 
 
+@pytest.mark.usefixtures("process_group")
 def test_garbage_collections_skip_what_exists_before_the_loop(run):
     gc.unfreeze()
     run.start("1 row")
