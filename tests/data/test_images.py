@@ -37,7 +37,7 @@ from engines.fsdp import vision as images
 from engines.fsdp.tower_attention import WINDOWS, vision_tower_configs
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
-from engines.model.hf import auto_class
+from engines.model.hf import auto_class, layer_modules
 from job.models import load_processor
 from tests.data.images_worker import CASES, LR, STEPS, Case, configure
 from tests.support.estimates import estimate_gib
@@ -244,6 +244,31 @@ def test_attention_of_a_tower_takes_all_windows_at_once(folder, family):
     hf, _ = build_model(configure(folder, Case(family)), Head.LOG_PROBS)
     implementations = [tower._attn_implementation for tower in vision_tower_configs(hf)]
     assert implementations == ([WINDOWS] if family.startswith("qwen") else [])
+
+
+@pytest.mark.parametrize("family", VISION_LANGUAGE)
+def test_a_layer_of_a_tower_is_counted_with_the_rows_that_it_computes(folder, family):
+    """Its rows are patches, and in some families one more for the whole image."""
+    shape = AutoConfig.from_pretrained(folder / family)
+    hf = auto_class(shape).from_config(shape, dtype=torch.float32)
+    processor = Processor(folder / family)
+    image = np.zeros((224, 224, 3), np.uint8)
+    ids = processor.expand(processor.image_token, [image]).tokens.ids
+    # Some families put tokens of text before and after those that take the image's features.
+    num_tokens = (processor.token_types([ids]) > 0).sum().item()
+    text_modules = {*hf.get_decoder().modules()}
+    layer = next(module for module in layer_modules(hf, hf) if module not in text_modules)
+    rows = []
+
+    def record(_, inputs, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        rows.append(hidden.numel() // hidden.shape[-1])
+
+    layer.register_forward_hook(record)
+    hf.base_model.get_image_features(**processor.tensors([image]))
+    matrix = next(p for p in layer.parameters() if p.ndim > 1)
+    counted = images.image_matrices(hf, processor)[matrix] * num_tokens
+    assert counted in (sum(rows), sum(rows) - 1)
 
 
 def test_patches_are_multiplied_and_whole_images_convolved():

@@ -1,12 +1,15 @@
 """What the Megatron engine rejects before anything is built, and what it estimates; no torchrun."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from config import InputError
 from engines.fsdp.engine import FSDPEngine
+from engines.heads import Head
 from engines.megatron.distributed_optimizer import ddp_config
 from engines.megatron.engine import MegatronEngine
 from job.progress import Progress
@@ -15,6 +18,9 @@ from tests.engines.megatron_checks import make_config
 from tests.engines.megatron_worker import CP2, EP2, NO_SP, PP2, REPLICATED, TP2, VPP2
 from tests.support.estimates import estimate_bytes
 from tests.support.models import make_model
+from tests.support.ranks import on_ranks
+
+CPU = torch.device("cpu")
 
 MOE = "model.path=FOLDER/qwen3_moe"
 
@@ -429,3 +435,22 @@ def test_estimate_of_activations(megatron_folder):
     optimizer = estimates(1, key="optimizer")[0]
     assert estimates(2, key="optimizer")[0] == optimizer / 2
     assert estimates(2, REPLICATED, key="optimizer")[0] == optimizer
+
+
+def shapes_of_critic(folder: Path) -> dict[str, list[int]]:
+    engine = MegatronEngine(make_config(folder), CPU, total_steps=1, head=Head.VALUES)
+    return {name: list(tensor.shape) for name, tensor in engine.export_weights()}
+
+
+def test_a_critic_needs_no_output_matrix_in_the_files(tmp_path):
+    """As for a model without a head; an actor cannot be made of it."""
+    make_model(tmp_path / "llama", "llama", num_hidden_layers=1)
+    file = tmp_path / "llama" / "model.safetensors"
+    weights = load_file(file)
+    shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
+    hidden_size = weights.pop("lm_head.weight").shape[1]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match="lacks 1 weights of LlamaForCausalLM, such as lm_head"):
+        MegatronEngine.check(make_config(tmp_path), 1)
+    (exported,) = on_ranks(1, tmp_path, shapes_of_critic, tmp_path)
+    assert exported == shapes | {"lm_head.weight": [1, hidden_size]}

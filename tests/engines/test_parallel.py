@@ -294,11 +294,18 @@ def test_every_sequence_is_in_one_micro_batch_of_each_of_its_ranks(tmp_path):
 
 
 def groups_on_rank() -> dict[int, list[int]]:
+    """Return the ranks that take part in a collective of each of this rank's groups, by size."""
     rank = dist.get_rank()
     halves = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5])]
     singles = [dist.new_group([number]) for number in range(6)]
     groups = groups_by_size(halves[rank > 3], singles[rank])
-    return {size: dist.get_process_group_ranks(group) for size, group in groups.items()}
+    members = {}
+    for size, group in groups.items():
+        takes_part = torch.zeros(6)
+        takes_part[rank] = 1
+        dist.all_reduce(takes_part, group=group)
+        members[size] = takes_part.nonzero().flatten().tolist()
+    return members
 
 
 def test_groups_are_powers_of_two_of_neighbouring_data_parallel_ranks(tmp_path):

@@ -143,6 +143,17 @@ def test_weights_that_do_not_fit_into_vllms_share_are_a_mistake(model):
     assert not make_plan(roles, 100 * GIB).generation_warnings()
 
 
+def test_generation_has_a_warning_from_95_percent_of_the_device(model):
+    """With a KV cache of a fixed size, generation needs equally much on every device."""
+    config = ppo_config(model, "algorithm.adv_estimator=grpo", "rollout.kv_cache_gib=3")
+    roles = role_configs(config)
+    num_bytes = make_plan(roles, GIB).generation_bytes()
+    assert not make_plan(roles, num_bytes / 0.94).generation_warnings()
+    (warning,) = make_plan(roles, num_bytes / 0.96).generation_warnings()
+    assert f"generation needs about {num_bytes / GIB:.1f} GiB" in warning
+    assert "set rollout.kv_cache_gib to a smaller value" in warning
+
+
 def test_what_stays_on_the_device_beside_vllm_is_counted(model):
     settings = ["algorithm.adv_estimator=grpo", "rollout.gpu_memory_utilization=0.9"]
     moved = make_plan(role_configs(ppo_config(model, *settings)), 100 * GIB)

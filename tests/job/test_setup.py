@@ -1,4 +1,4 @@
-"""What train_sft.py sets up before the model, with real files, on one rank."""
+"""What the scripts set up before the models, with real files, on one rank."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+import train_ppo
 import train_sft
 from config import InputError, load
 from engines.parallel import device
@@ -28,8 +29,8 @@ def clean_environment():
 
 
 @pytest.fixture
-def set_up(own_signals, tmp_path, monkeypatch):
-    """Return a function that sets up a run with rows, from settings."""
+def settings(own_signals, tmp_path, monkeypatch):
+    """Settings for a run with a model and rows. What the run has started ends after the test."""
     heartbeats = []
     start = setup.start_heartbeat
 
@@ -51,16 +52,22 @@ def set_up(own_signals, tmp_path, monkeypatch):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:9]))
 
-    def call(*pairs: str):
-        files = [f"model.path={tmp_path}/model", f"data.train_files={tmp_path}/train.jsonl"]
-        folders = [f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache"]
-        settings = ["data.train_batch_size=4", "trainer.total_epochs=3"]
-        return train_sft.set_up(load("sft.yaml", [*files, *folders, *settings, *pairs]))
-
-    yield call
+    files = [f"model.path={tmp_path}/model", f"data.train_files={tmp_path}/train.jsonl"]
+    folders = [f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache"]
+    yield [*files, *folders, "data.train_batch_size=4", "trainer.total_epochs=3"]
     for heartbeat in heartbeats:
         heartbeat.close()
     device.shutdown()
+
+
+@pytest.fixture
+def set_up(settings):
+    """Return a function that sets up a run of train_sft.py."""
+
+    def call(*pairs: str):
+        return train_sft.set_up(load("sft.yaml", [*settings, *pairs]))
+
+    return call
 
 
 def test_a_run_knows_its_data_steps_and_identity(set_up, tmp_path, capsys):
@@ -84,3 +91,18 @@ def test_a_run_knows_its_data_steps_and_identity(set_up, tmp_path, capsys):
 def test_a_token_that_only_a_validation_row_has_is_checked(set_up, tmp_path):
     with pytest.raises(InputError, match=f"^data.val_files has rows with the token {NEW_TOKEN}"):
         set_up(f"data.val_files={tmp_path}/unknown.jsonl")
+
+
+@pytest.mark.parametrize("file", ["train", "val"])
+def test_a_reward_is_checked_with_a_row_of_each_file(settings, tmp_path, file):
+    """Rows of val.jsonl have no answer."""
+    files = [f"data.train_files={tmp_path}/train.jsonl", f"data.val_files={tmp_path}/val.jsonl"]
+    if file == "train":
+        files = [f"data.train_files={tmp_path}/val.jsonl", f"data.val_files={tmp_path}/train.jsonl"]
+    config = load("ppo.yaml", [*settings, *files, "reward.function=exact_match"])
+    grader = train_ppo.start_grader(config)
+    try:
+        with pytest.raises(InputError, match="exact_match: the row has no answer"):
+            train_ppo.set_up(config, grader)
+    finally:
+        grader.close()

@@ -44,6 +44,10 @@ CONTRADICTIONS = {
         ["rollout.top_p=0.9", "algorithm.rollout_is=token"],
         "set rollout.top_k (e.g. 64)",
     ),
+    "rejected samples from an unknown number of words": (
+        ["rollout.min_p=0.1", "algorithm.rollout_rs=sequence"],
+        "set rollout.top_k (e.g. 64)",
+    ),
     "equal responses of a validation": (
         ["validation.n=4", VAL_FILES],
         "validation.n=4 with validation.temperature=0 generates equal responses",

@@ -216,6 +216,13 @@ def test_a_function_that_is_not_found_is_an_error_that_tells_what_to_change(brok
     assert BROKEN[function] in str(raised.value)
 
 
+def test_math_needs_its_package_before_the_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # as if it were not installed
+    with pytest.raises(InputError, match=r"^reward.function=math: .*; pip install math-verify$"):
+        find("math")
+    assert find("exact_match") is REWARDS["exact_match"]
+
+
 def test_importing_is_light():
     code = (
         "import sys, rewards, rollout.grading; "

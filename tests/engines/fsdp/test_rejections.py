@@ -123,6 +123,11 @@ def test_logits_that_are_computed_in_another_way_are_refused(folder):
             ["engine.context_parallel_size=2"],
             "BambaForCausalLM carry a state from token to token, so ranks cannot share",
         ),
+        (
+            "bamba",
+            ["engine.context_parallel_size=auto"],
+            "engine.context_parallel_size=auto: layers of BambaForCausalLM carry a state",
+        ),
     ],
 )
 def test_what_experts_and_recurrent_layers_cannot_have(folder, family, pairs, message):
