@@ -199,3 +199,10 @@ def test_the_total_counts_each_term_once():
     assert estimate.device_total == 2 ** len(terms) - 1
     assert estimate.rows()["device total"] == estimate.device_total
     assert len(estimate.rows()) == len(LABELS)
+
+
+@pytest.mark.parametrize("pairs", [[], ["engine.cpu_offload=true"]])
+def test_one_rank_is_wrapped_by_fsdp_only_to_offload(model, pairs):
+    config = make_config(model, "engine.compute_dtype=float32", *pairs)
+    engine = FSDPEngine(config, CPU, total_steps=2)
+    assert isinstance(engine.model, FSDPModule) == bool(pairs)

@@ -1,5 +1,6 @@
 """A run's directory, locked and shared by all nodes; missing ranks; ranks that outlive torchrun."""
 
+import errno
 import json
 import os
 import signal
@@ -79,6 +80,22 @@ def test_a_lock_of_another_host_holds_as_long_as_it_is_touched(tmp_path, monkeyp
     finally:
         toucher.kill()
         toucher.wait()
+    output.Lock(tmp_path).release()
+
+
+def test_without_flock_a_lock_of_this_host_holds_as_long_as_it_is_touched(tmp_path, monkeypatch):
+    """As on a network file system that has no locks."""
+
+    def no_flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(output.fcntl, "flock", no_flock)
+    monkeypatch.setattr(output, "WATCH_SECONDS", 2.0)
+    monkeypatch.setattr(output, "TOUCH_SECONDS", 0.2)
+    lock = output.Lock(tmp_path)
+    with pytest.raises(InputError, match=f"is in use by process {os.getpid()} on "):
+        output.Lock(tmp_path)
+    lock.release()
     output.Lock(tmp_path).release()
 
 

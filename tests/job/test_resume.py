@@ -112,10 +112,13 @@ def test_every_setting_that_changes_tokens_can_explain_a_difference(script, modu
 
 
 def test_counters_continue_and_the_identity_is_the_new_runs():
-    saved = {"step": 7, "run": {"trainer.seed": 1}, "export_dtype": "float32", "lora": None}
-    progress = Progress(identity={"trainer.seed": 2}, export_dtype="bfloat16")
+    saved = {"step": 7, "run": {"trainer.seed": 1}, "export_dtype": "float32"}
+    saved |= {"lora": {"base": "/before"}, "tokenization": {"data.train_files": ["before"]}}
+    own = {"export_dtype": "bfloat16", "lora": {"base": "/now"}}
+    own["tokenization"] = {"data.train_files": ["now"]}
+    progress = Progress(identity={"trainer.seed": 2}, **own)
     progress.take_counters(saved | {"an unknown counter": 3})
-    assert progress == Progress(identity={"trainer.seed": 2}, export_dtype="bfloat16", step=7)
+    assert progress == Progress(identity={"trainer.seed": 2}, step=7, **own)
 
 
 def test_progress_is_read_back_as_it_was_written(tmp_path):

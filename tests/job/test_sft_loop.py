@@ -179,3 +179,17 @@ def test_a_row_of_several_ranks_is_validated_once(one_rank):
     metrics = train_sft.validate(engine, Dataset(5), 2)
     loss = 0.5 * (0 + 2 + 4) / 3
     assert metrics == pytest.approx({"val/loss": loss, "val/exact_match": 1.0})
+
+
+def test_losses_and_entropies_of_micro_batches_add_up_to_means_over_trained_tokens():
+    loss_fn = train_sft.sft_loss(4)
+    log_probs = torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0])
+    mask = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0])
+    losses = []
+    entropies = []
+    for part in (slice(0, 4), slice(4, 5)):
+        loss, amounts = loss_fn(log_probs[part], -3 * log_probs[part], {"loss_mask": mask[part]})
+        losses.append(loss)
+        entropies.append(amounts["entropy"])
+    assert sum(losses) == (2 + 4 + 8 + 16) / 4
+    assert sum(entropies) == 3 * (2 + 4 + 8 + 16) / 4
