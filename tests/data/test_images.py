@@ -34,7 +34,7 @@ from data.images.processor import ImageStore, Processor, load_hf_processor
 from data.prompts import PromptDataset, tokenize_prompts
 from engines.build import engine_class
 from engines.fsdp import vision as images
-from engines.fsdp.tower_attention import WINDOWS, vision_tower_configs
+from engines.fsdp.tower_attention import WINDOWS, vision_tower_configs, windows_attention
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.model.hf import auto_class, layer_modules
@@ -269,6 +269,21 @@ def test_a_layer_of_a_tower_is_counted_with_the_rows_that_it_computes(folder, fa
     matrix = next(p for p in layer.parameters() if p.ndim > 1)
     counted = images.image_matrices(hf, processor)[matrix] * num_tokens
     assert counted in (sum(rows), sum(rows) - 1)
+
+
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_attention_within_windows_has_the_scaling_of_the_tower(scaling):
+    q, k, v = torch.randn(3, 1, 2, 8, 4)  # [1, heads, T, dim] each
+    boundaries = [0, 5, 8]
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32)
+    attended, _ = windows_attention(
+        None, q, k, v, None, cu_seq_lens_q=cu_seqlens, max_length_q=5, scaling=scaling
+    )
+    by_window = []
+    for start, end in itertools.pairwise(boundaries):
+        parts = [x[:, :, start:end] for x in (q, k, v)]
+        by_window.append(F.scaled_dot_product_attention(*parts, scale=scaling))
+    torch.testing.assert_close(attended, torch.cat(by_window, 2).transpose(1, 2))
 
 
 def test_patches_are_multiplied_and_whole_images_convolved():

@@ -12,12 +12,14 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 import rewards
+import train_ppo
 from config import InputError, load
 from examples.arithmetic import make_rows
 from rewards import REWARDS, find
@@ -813,6 +815,19 @@ def test_a_function_of_groups_gets_each_group_in_one_call(make, file):
         }
         assert "not a list of 2" in results[6].trace
         assert "all responses of a group" in grader.check({})
+
+
+def test_the_first_prompt_is_tried_with_a_group_of_full_size(make, tmp_path, capsys):
+    """Before the run, as if each response in the group were the true answer."""
+    (tmp_path / "of_three.py").write_text(
+        "def f(responses):\n    _, _, _ = responses\n    return [len(r) for r in responses]\n"
+    )
+    needed = ["model.path=unused", "data.train_files=unused", "rollout.n=3"]
+    config = load("ppo.yaml", [*needed, f"reward.function={tmp_path}/of_three.py:f"])
+    prompt = SimpleNamespace(text="q", row={"answer": 1234})
+    with closing(make(f"{tmp_path}/of_three.py:f", 1, SLACK)) as grader:
+        train_ppo.grade_one(config, grader, [prompt])
+    assert "gives 4 for the response '1234' to the first prompt" in capsys.readouterr().out
 
 
 def test_a_function_of_verl_for_a_batch_has_a_score_and_other_parts(make, file):
