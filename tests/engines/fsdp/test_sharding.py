@@ -1,4 +1,4 @@
-"""Communication that FSDP spares between the micro-batches of a step."""
+"""What ranks of FSDP exchange and report, in processes with a gloo group."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -81,3 +81,17 @@ def test_sparing_communication_changes_no_bit(folder, tmp_path, monkeypatch, zer
     assert plain.num_gathers > 0
     spared = 4 if zero2 else 1
     assert plain.num_gathers == spared * sparing.num_gathers
+
+
+def reports_own_group(model: Path, context_parallel_size: int | str) -> bool:
+    settings = f"engine.context_parallel_size={context_parallel_size}"
+    config = make_config(model.parent, f"model.path={model}", settings)
+    engine = FSDPEngine(config, torch.device("cpu"), total_steps=4)
+    return engine.reports_group(engine.cp_groups[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size, reports", [(2, [True, True]), ("auto", [True, False])])
+def test_who_reports_the_results_of_two_ranks_that_share_sequences(folder, tmp_path, size, reports):
+    """With a fixed size, sums are over the data-parallel group of each rank, otherwise over all."""
+    assert on_ranks(2, tmp_path, reports_own_group, folder / "qwen3", size) == reports
