@@ -1,5 +1,6 @@
 """The parts of a run that surround its training loop."""
 
+import atexit
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -224,6 +225,8 @@ class Run:
         # again and again, which takes tenths of a second, and vLLM asks for one in every step.
         gc.collect()
         gc.freeze()
+        # Libraries report what is left at the end of the process as leaks, also after an error.
+        atexit.register(gc.unfreeze)
 
     @property
     def base_name(self) -> str:
@@ -261,7 +264,6 @@ class Run:
 
     def end_loop(self) -> None:
         """Stop the heartbeat and the profiler, and wait until the last checkpoint is written."""
-        gc.unfreeze()
         self.heartbeat.close()
         self.profiler.close()
         self.checkpointer.wait()
