@@ -897,6 +897,7 @@ def test_an_async_call_that_is_late_and_one_that_raises_leave_the_worker(make, f
         assert grader.idle == [worker]
 
 
+@pytest.mark.slow
 def test_a_worker_that_stops_reading_times_out(make, tmp_path):
     """Its calls are larger than a pipe, so sending them would otherwise wait for ever."""
     (tmp_path / "stops.py").write_text(
