@@ -201,7 +201,9 @@ class Run:
         self.resume_from = on_rank0(find_resume, self.config, latest, progress, self.total_steps)
 
     def start(self, description: str) -> None:
-        """Open the logs, last before the loop. Now a signal takes effect at the end of the step.
+        """Open the logs. From now on, a signal takes effect at the end of the step.
+
+        Call this last before the loop.
 
         Args:
             description: rows and ranks of this run, for the first line of the log.
@@ -225,7 +227,7 @@ class Run:
         # again and again, which takes tenths of a second, and vLLM asks for one in every step.
         gc.collect()
         gc.freeze()
-        # Libraries report what is left at the end of the process as leaks, also after an error.
+        # Otherwise libraries would report all of it as leaks when the process ends.
         atexit.register(gc.unfreeze)
 
     @property

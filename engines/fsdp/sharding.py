@@ -76,7 +76,7 @@ def begin_micro_batch(model: nn.Module, engine: DictConfig, world_size: int, is_
 
     With ZeRO-2, the weights stay gathered until the step's last backward pass. A single rank has
     nobody to share its gradients with: it adds them up where they are, and hands them on once.
-    Weights that are offloaded between uses stay as they are.
+    With engine.cpu_offload, nothing is spared.
 
     is_last: whether this is the step's last micro-batch.
     """

@@ -21,6 +21,7 @@ from config import InputError
 from data.batching.batch import Batch
 from engines.model import mtp
 from engines.model.hf import read_hf_config
+from engines.parallel.device import on_all_ranks
 from rollout.responses import Responses
 from rollout.vllm import adapters, speculation
 from rollout.vllm.arguments import Host, engine_arguments
@@ -215,7 +216,7 @@ class Rollout:
 
         Raises:
             RuntimeError: vLLM is asleep, or its weights are not the trainer's.
-            InputError: See `enqueue_image_prompts`.
+            InputError: On any rank; see `enqueue_image_prompts`. Raised on all ranks.
         """
         self._check_ready("generate()")
         params = [self.sampling_params(sampling, seed) for seed in seeds]
@@ -258,7 +259,14 @@ class Rollout:
                 use_tqdm=False,
             )
         else:
-            enqueue_image_prompts(self.llm, prompts, image_prompts, params, self.placeholder_ids)
+            on_all_ranks(
+                enqueue_image_prompts,
+                self.llm,
+                prompts,
+                image_prompts,
+                params,
+                self.placeholder_ids,
+            )
         label = f" (vLLM 1 of {self.num_replicas})" if self.num_replicas > 1 else ""
         outputs = run_requests(
             self.llm.llm_engine, len(prompts), responses if is_closed_batch else None, label

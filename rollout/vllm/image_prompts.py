@@ -12,7 +12,6 @@ from PIL import Image
 from config import InputError
 from engines.model import mtp
 from engines.model.hf import read_hf_config
-from engines.parallel.device import on_all_ranks
 from rollout.vllm.versions import keep_pixels_normalized
 
 # The size of vLLM's cache of processed images. One prompt's images would be enough, because all
@@ -122,26 +121,14 @@ def enqueue_image_prompts(
     params: list,
     placeholder_ids: list[int],
 ) -> None:
-    """Add requests with images to vLLM. Called by all ranks together.
+    """Add the requests of this rank, with their images, to vLLM.
 
     Args:
         prompts: The ids of each prompt in the trainer, with one placeholder per image feature.
 
     Raises:
-        InputError: on any rank, vLLM rejects a prompt, or expands it to ids that differ from the
-            trainer's. Raised on all ranks.
+        InputError: vLLM rejects a prompt, or expands it to ids that differ from the trainer's.
     """
-    on_all_ranks(enqueue_and_compare, llm, prompts, image_prompts, params, placeholder_ids)
-
-
-def enqueue_and_compare(
-    llm,
-    prompts: Sequence[list[int]],
-    image_prompts: Sequence[ImagePrompt],
-    params: list,
-    placeholder_ids: list[int],
-) -> None:
-    """Add the requests of this rank; see enqueue_image_prompts()."""
     try:
         llm.enqueue(vllm_prompts(image_prompts), params, use_tqdm=False)
     except Exception as error:  # its type depends on the vLLM release

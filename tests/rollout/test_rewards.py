@@ -898,6 +898,29 @@ def test_an_async_call_that_is_late_and_one_that_raises_leave_the_worker(make, f
 
 
 @pytest.mark.slow
+def test_a_worker_that_writes_all_the_time_times_out(make, tmp_path):
+    """It has found the pipe of the answers, and never ends its line."""
+    (tmp_path / "writes.py").write_text(
+        "import os, time\n"
+        "def judge(response):\n"
+        "    while response == 'write':\n"
+        "        for number in os.listdir('/proc/self/fd'):\n"
+        "            path = f'/proc/self/fd/{number}'\n"
+        "            if os.path.exists(path) and 'pipe' in os.readlink(path):\n"
+        "                try:\n"
+        "                    os.write(int(number), b'x')\n"
+        "                except OSError:\n"
+        "                    pass\n"
+        "        time.sleep(0.01)\n"
+        "    return 1.0\n"
+    )
+    with closing(make(f"{tmp_path}/writes.py:judge", 1, 0.5)) as grader:
+        writing, after = grade(grader, "write", "a")
+        assert (writing.kind, writing.trace) == ("timed out", "took more than 0.5 s")
+        assert after == 1.0
+
+
+@pytest.mark.slow
 def test_a_worker_that_stops_reading_times_out(make, tmp_path):
     """Its calls are larger than a pipe, so sending them would otherwise wait for ever."""
     (tmp_path / "stops.py").write_text(
