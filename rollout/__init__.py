@@ -7,6 +7,7 @@
     records    writes samples to files that people read
     exchange   sums tensors, and gathers objects, over all ranks
     vllm/      the engine that generates responses
+    episodes/  several turns with tools and environments
     grading/   worker processes that call the reward function
 
 Advantages and losses are in rl/ and algorithms/.

@@ -1,0 +1,448 @@
+"""The gateway program: it answers the HTTP requests of agents with tokens that the trainer samples.
+
+    python -P -m rollout.episodes.gateway FD
+
+FD is one end of a socket pair, and the trainer holds the other one; link.py describes the messages.
+An agent's API key names its episode. Chat templates and parsers run here, so that they do not delay
+vLLM's steps. The gateway ends when the trainer closes its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from config import InputError
+from data.chat.tokenizer import ChatTokenizer
+from rollout.episodes import replies
+from rollout.episodes.link import TrainerLink
+from rollout.episodes.parsing import NONE, Reply, ReplyParser, guess_tool_parser
+from rollout.episodes.rendering import Renderer, Session
+from rollout.episodes.replies import Sampled
+from rollout.episodes.requests import (
+    ChatRequest,
+    RequestError,
+    Sampling,
+    read_chat_request,
+    read_generate_request,
+    read_reward,
+)
+from rollout.episodes.stability import describe_stability
+from rollout.grading.worker import ignore_signals
+from rollout.texts import find_stop
+
+HOST = "127.0.0.1"
+# A client must not find its connection closed while it waits for a tool.
+KEEP_ALIVE_SECONDS = 86400
+LIMIT = "episode_limit"
+CLIENT_CLOSED_REQUEST = 499
+
+
+def main(descriptor: int) -> None:
+    """Serve until the trainer closes its end of the socket."""
+    ignore_signals()
+    asyncio.run(serve(descriptor))
+
+
+async def serve(descriptor: int) -> None:
+    """Start the HTTP server, and act on the trainer's messages."""
+    link = await TrainerLink.connect(descriptor)
+    settings = await link.receive()
+    if settings is None:
+        return
+    try:
+        gateway = Gateway(link, settings)
+    except InputError as error:
+        link.send({"error": str(error)})
+        await link.writer.drain()
+        return
+    listener = socket.create_server((HOST, 0), backlog=2048)
+    server = Server(
+        uvicorn.Config(
+            gateway.application(),
+            lifespan="off",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+    )
+    serving = asyncio.create_task(server.serve([listener]))
+    serving.add_done_callback(lambda _: os._exit(1))
+    link.send({"ready": listener.getsockname()[1], "notices": gateway.notices})
+    while (message := await link.receive()) is not None:
+        gateway.handle(message)
+    # Nobody is left who could answer the open requests, for which the server would wait.
+    os._exit(0)
+
+
+class Server(uvicorn.Server):
+    """A server that leaves signals alone: the trainer handles them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+@dataclass
+class Episode:
+    """An episode that is being played.
+
+    Attributes:
+        key: its API key.
+        session: the recorded conversations.
+        num_turns: requests for tokens that were accepted.
+        num_sampled: tokens that were sampled.
+        num_ended: turns that have ended.
+        limit: the limit that was reported to the trainer, or None.
+    """
+
+    key: str
+    session: Session
+    num_turns: int = 0
+    num_sampled: int = 0
+    num_ended: int = 0
+    limit: str | None = None
+
+
+@dataclass
+class Draw:
+    """What the trainer has announced.
+
+    Attributes:
+        episodes: API key -> episode.
+        max_turns, max_episode_tokens: limits of an episode, or None.
+    """
+
+    sampling: Sampling = field(default_factory=Sampling)
+    max_turns: int | None = None
+    max_episode_tokens: int | None = None
+    episodes: dict[str, Episode] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is sent to the trainer for a turn.
+
+    Attributes:
+        max_tokens: what the client asks for, or None.
+        num_tools: tools that are offered to the model.
+    """
+
+    prompt_ids: list[int]
+    max_tokens: int | None
+    stop: list[str]
+    num_tools: int = 0
+
+
+class Gateway:
+    """The routes, and the episodes of the current draw.
+
+    Attributes:
+        notices: lines for the user.
+
+    Raises:
+        InputError: the settings are wrong.
+    """
+
+    def __init__(self, link: TrainerLink, settings: dict):
+        self.link = link
+        self.max_model_len: int = settings["max_model_len"]
+        self.chat = load_chat(settings)
+        self.renderer = Renderer(
+            self.chat, settings.get("special_tokens_in_text"), settings["template_kwargs"]
+        )
+        self.end_ids = self.chat.end_ids | set(settings["stop_token_ids"])
+        self.vocabulary_size = len(self.chat.tokenizer)
+        self.draw = Draw()
+        self.notices: list[str] = []
+        self.parser = self._choose_parser(settings)
+        if self.chat.tokenizer.chat_template:
+            self.notices.append(describe_stability(self.renderer))
+
+    def _choose_parser(self, settings: dict) -> ReplyParser:
+        """Return the parser of replies, and add notices about it."""
+        tool_parser = settings["tool_parser"]
+        reasoning_parser = settings["reasoning_parser"]
+        is_checked = bool(reasoning_parser) or tool_parser not in (None, NONE)
+        if tool_parser is None:
+            tool_parser = guess_tool_parser(str(self.chat.tokenizer.chat_template or ""))
+            origin = "guessed from the chat template"
+            if tool_parser is None:
+                origin = "the chat template shows no known format of tool calls; they stay text"
+            self.notices.append(f"rollout.tool_parser={tool_parser or NONE}: {origin}")
+        return ReplyParser(
+            self.chat.tokenizer,
+            None if tool_parser == NONE else tool_parser,
+            None if reasoning_parser == NONE else reasoning_parser,
+            is_checked,
+        )
+
+    def application(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/models", self.respond(self.models), methods=["GET"]),
+                Route("/v1/chat/completions", self.respond(self.chat_turn), methods=["POST"]),
+                Route("/inference/v1/generate", self.respond(self.generate), methods=["POST"]),
+                Route("/v1/rewards", self.respond(self.reward), methods=["POST"]),
+            ]
+        )
+
+    def handle(self, message: dict) -> None:
+        """Act on a message of the trainer."""
+        if "begin" in message:
+            self.begin(message)
+        elif "end" in message:
+            self.draw = Draw()
+            self.link.fail_pending(draw_is_over)
+            self.link.send({"ended": True})
+        else:
+            self.link.answer(message)
+
+    def begin(self, message: dict) -> None:
+        """Accept more API keys."""
+        section = message.get("section", "rollout")
+        self.draw.sampling = Sampling(**message["sampling"], section=section)
+        self.draw.max_turns = message["max_turns"]
+        self.draw.max_episode_tokens = message["max_episode_tokens"]
+        for key in message["begin"]:
+            self.draw.episodes.setdefault(key, Episode(key, Session(self.renderer)))
+
+    # ---- the routes ----
+
+    def respond(self, answer: Callable[[Request, Episode], Awaitable[dict]]):
+        """Return a route that finds the request's episode, and answers in JSON."""
+
+        async def route(request: Request) -> Response:
+            try:
+                return JSONResponse(await answer(request, self.episode_of(request)))
+            except ClientGoneError:
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            except RequestError as error:
+                content = replies.error(str(error), error.kind, error.code)
+                return JSONResponse(content, status_code=error.status)
+            except InputError as error:
+                content = replies.error(str(error), "invalid_request_error", None)
+                return JSONResponse(content, status_code=400)
+
+        return route
+
+    def episode_of(self, request: Request) -> Episode:
+        """Return the episode that a request's API key names.
+
+        Raises:
+            RequestError: there is none in this draw.
+        """
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or key not in self.draw.episodes:
+            raise RequestError(
+                "the API key names no episode that is being played: use llm.api_key",
+                status=401,
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+        return self.draw.episodes[key]
+
+    async def models(self, request: Request, episode: Episode) -> dict:
+        return replies.models()
+
+    async def reward(self, request: Request, episode: Episode) -> dict:
+        """Pass on a reward for the last turn that has ended."""
+        reward = read_reward(await read_body(request))
+        if not episode.num_ended:
+            raise RequestError("no turn has ended yet that could get a reward")
+        self.link.send({"episode": episode.key, "reward": reward})
+        return {}
+
+    async def generate(self, request: Request, episode: Episode) -> dict:
+        """Sample tokens that continue tokens."""
+        fields = read_generate_request(
+            await read_body(request), self.draw.sampling, self.vocabulary_size
+        )
+        turn = Turn(fields.token_ids, fields.max_tokens, fields.stop)
+        sampled = await self.sample(request, episode, turn)
+        return replies.generation(sampled, fields.has_logprobs)
+
+    async def chat_turn(self, request: Request, episode: Episode) -> dict:
+        """Sample a reply to messages."""
+        if not self.chat.tokenizer.chat_template:
+            raise RequestError(
+                "the tokenizer has no chat template: set data.chat_template, or use llm.generate()"
+            )
+        fields = read_chat_request(await read_body(request), self.draw.sampling)
+        inputs = self.renderer.inputs(fields.tools, fields.template_kwargs)
+        offered = fields.tools if fields.may_call else None
+        if self.parser.is_needed(offered):
+            self.parser.chat_request(offered)  # rejects malformed tools before the turn
+        prompt = episode.session.prompt(fields.messages, inputs)
+        turn = Turn(prompt.ids, fields.max_tokens, fields.stop, len(fields.tools or ()))
+        sampled = await self.sample(request, episode, turn)
+        text = self.text_of(sampled, fields.stop)
+        reply = self.parser.parse(
+            text, sampled.token_ids, len(prompt.ids), offered, inputs.arguments
+        )
+        episode.session.record(fields.messages, inputs, prompt, reply.message, sampled.token_ids)
+        self.report(episode, fields, reply)
+        logprobs = None
+        if fields.has_logprobs:
+            texts = [self.chat.decode([token]) for token in sampled.token_ids]
+            logprobs = replies.chat_logprobs(sampled, texts)
+        return replies.chat_completion(sampled, reply.message, logprobs)
+
+    def report(self, episode: Episode, fields: ChatRequest, reply: Reply) -> None:
+        """Send the conversation to the trainer, for the records."""
+        self.link.send(
+            {
+                "episode": episode.key,
+                "messages": [*fields.messages, reply.message],
+                "tool_calls": reply.num_tool_calls,
+                "tool_errors": reply.num_tool_errors,
+            }
+        )
+
+    def text_of(self, sampled: Sampled, stop: list[str]) -> str:
+        """Return the text of a reply without its end token or stop string."""
+        ids = sampled.token_ids
+        if sampled.finish_reason == "stop" and ids and ids[-1] in self.end_ids:
+            return self.chat.decode(ids[:-1])
+        text = self.chat.decode(ids)
+        end = find_stop(text, stop) if sampled.finish_reason == "stop" else None
+        return text if end is None else text[:end]
+
+    # ---- turns ----
+
+    async def sample(self, request: Request, episode: Episode, turn: Turn) -> Sampled:
+        """Let the trainer sample a turn.
+
+        Raises:
+            RequestError: a limit of the episode is reached, or the draw is over.
+            ClientGoneError: the client has closed the connection.
+        """
+        max_tokens = self.max_tokens(episode, turn)
+        episode.num_turns += 1
+        number, answer = self.link.request(
+            {
+                "episode": episode.key,
+                "prompt_ids": turn.prompt_ids,
+                "max_tokens": max_tokens,
+                "stop": turn.stop,
+                "num_tools": turn.num_tools,
+            }
+        )
+        gone = asyncio.create_task(disconnection(request))
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not answer.done():
+            self.link.abort(number)
+            raise ClientGoneError
+        message = answer.result()
+        if message["finish_reason"] == "abort":
+            raise RequestError("the trainer has aborted the request", 503, "aborted")
+        episode.num_ended += 1
+        episode.num_sampled += len(message["token_ids"])
+        return Sampled(
+            number,
+            turn.prompt_ids,
+            message["token_ids"],
+            message["log_probs"],
+            message["finish_reason"],
+        )
+
+    def max_tokens(self, episode: Episode, turn: Turn) -> int:
+        """Return how many tokens a turn may have.
+
+        Raises:
+            RequestError: a limit of the episode is reached.
+        """
+        draw = self.draw
+        if draw.max_turns is not None and episode.num_turns >= draw.max_turns:
+            message = f"the episode has had {draw.max_turns} turns, which is rollout.max_turns"
+            self.raise_limit(episode, "max_turns", message)
+        room = self.max_model_len - len(turn.prompt_ids)
+        if room < 1:
+            message = (
+                f"the model's maximum context length is {self.max_model_len} tokens, and the "
+                f"prompt has {len(turn.prompt_ids)}"
+            )
+            self.raise_limit(episode, "max_model_len", message)
+        rooms = [room, draw.sampling.max_tokens]
+        if turn.max_tokens is not None:
+            rooms.append(turn.max_tokens)
+        if draw.max_episode_tokens is not None:
+            rooms.append(draw.max_episode_tokens - episode.num_sampled)
+        max_tokens = min(rooms)
+        if max_tokens < 1:
+            message = (
+                f"{episode.num_sampled} tokens were sampled in the episode, and "
+                f"rollout.max_episode_tokens={draw.max_episode_tokens}"
+            )
+            self.raise_limit(episode, "max_episode_tokens", message)
+        return max_tokens
+
+    def raise_limit(self, episode: Episode, name: str, message: str) -> None:
+        """Report a limit to the trainer the first time, and raise it."""
+        if episode.limit is None:
+            episode.limit = name
+            self.link.send({"episode": episode.key, "limit": name})
+        raise RequestError(message, kind=LIMIT, code=name)
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection."""
+
+
+def draw_is_over() -> RequestError:
+    return RequestError("the draw of this episode is over", 410, "draw_is_over")
+
+
+async def disconnection(request: Request) -> None:
+    """Wait until the client closes the connection. The request's body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(request: Request) -> dict:
+    """Return the JSON object in a request."""
+    try:
+        body = json.loads(await request.body())
+    except ValueError as error:
+        raise RequestError(f"the request is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"the request must be a JSON object, not {body!r:.60}")
+    return body
+
+
+def load_chat(settings: dict) -> ChatTokenizer:
+    """Return the tokenizer of the model, with the chat template of the settings if there is one.
+
+    Raises:
+        InputError: there is no tokenizer, or its template cannot be parsed.
+    """
+    from transformers import AutoTokenizer
+
+    path = settings["model_path"]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"no tokenizer in model.path={path}: {error}") from error
+    if settings["chat_template"] is not None:
+        tokenizer.chat_template = settings["chat_template"]
+    chat = ChatTokenizer.load(tokenizer, Path(path))
+    return ChatTokenizer(tokenizer, chat.end_ids | set(settings["stop_token_ids"]))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,89 @@
+"""The gateway's end of the socket pair: requests to the trainer, and its answers.
+
+Both ends send one JSON object per line. The trainer sends:
+
+    the settings, first: {"model_path", "chat_template", "template_kwargs", "tool_parser",
+        "reasoning_parser", "stop_token_ids", "max_model_len", "special_tokens_in_text"}
+    {"begin": [KEY, ...], "sampling": {"temperature", "top_p", "top_k", "min_p", "max_tokens",
+        "stop"}, "section", "max_turns", "max_episode_tokens"}    more API keys are valid
+    {"id", "token_ids", "log_probs", "finish_reason"}    the answer to a request
+    {"end": true}    the draw is over: all keys are forgotten
+
+The gateway sends:
+
+    {"ready": PORT, "notices": [text, ...]} or {"error": text}    the answer to the settings
+    {"id", "episode": KEY, "prompt_ids", "max_tokens", "stop", "num_tools"}    a request for tokens
+    {"abort": id}    the client of a request has gone
+    {"episode": KEY, "messages", "tool_calls", "tool_errors"}    a conversation, after each turn
+    {"episode": KEY, "reward"}    a reward for the last turn that has ended
+    {"episode": KEY, "limit"}    the first limit that an episode reaches
+    {"ended": true}    the answer to "end"
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+
+MAX_LINE_BYTES = 2**28
+
+
+class TrainerLink:
+    """Exchanges messages with the trainer.
+
+    Attributes:
+        pending: number -> future, for requests that the trainer has not answered yet.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.reader = reader
+        self.writer = writer
+        self.pending: dict[int, asyncio.Future] = {}
+        self.num_requests = 0
+
+    @classmethod
+    async def connect(cls, descriptor: int) -> TrainerLink:
+        """Use an inherited Unix socket."""
+        reader, writer = await asyncio.open_unix_connection(
+            sock=socket.socket(fileno=descriptor), limit=MAX_LINE_BYTES
+        )
+        return cls(reader, writer)
+
+    def send(self, message: dict) -> None:
+        self.writer.write(json.dumps(message).encode() + b"\n")
+
+    async def receive(self) -> dict | None:
+        """Return the next message, or None if the trainer has ended."""
+        try:
+            line = await self.reader.readline()
+        except ConnectionError:
+            return None
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    def request(self, request: dict) -> tuple[int, asyncio.Future]:
+        """Send a request for tokens. Returns its number, and the trainer's answer to come."""
+        self.num_requests += 1
+        number = self.num_requests
+        self.pending[number] = asyncio.get_running_loop().create_future()
+        self.send({"id": number, **request})
+        return number, self.pending[number]
+
+    def abort(self, number: int) -> None:
+        """Tell the trainer that a request's client has gone."""
+        if self.pending.pop(number, None) is not None:
+            self.send({"abort": number})
+
+    def answer(self, message: dict) -> None:
+        """Pass on the trainer's answer to a request, unless the request was aborted."""
+        future = self.pending.pop(message["id"], None)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def fail_pending(self, make_error: Callable[[], Exception]) -> None:
+        """Let all requests fail that were not answered."""
+        for future in self.pending.values():
+            if not future.done():
+                future.set_exception(make_error())
+        self.pending.clear()

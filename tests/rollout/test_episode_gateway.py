@@ -1,0 +1,395 @@
+"""The gateway as a process: HTTP on one side, the trainer's socket on the other."""
+
+import signal
+import socket
+
+import httpx
+import pytest
+
+from tests.data.chat_templates import CHATML, CONTROL, QWEN2, make_tokenizer
+from tests.rollout.episode_gateway import SECONDS, GatewayProcess, save_tokenizer
+
+HELLO = [{"role": "user", "content": "hello"}]
+NEXT = {"role": "user", "content": "question"}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
+CHAT = "/v1/chat/completions"
+GENERATE = "/inference/v1/generate"
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("model"), QWEN2, "<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer(QWEN2, control=CONTROL)
+
+
+@pytest.fixture(scope="module")
+def process(model_path):
+    started = GatewayProcess(model_path)
+    yield started
+    assert started.close() == 0
+
+
+@pytest.fixture
+def gateway(process):
+    process.begin("key")
+    return process
+
+
+def play(gateway, tokenizer, key: str, messages: list[dict], text: str, **fields):
+    """Play a turn, and return the messages with the reply, the request and the answer."""
+    future = gateway.chat(key, messages, **fields)
+    request = gateway.receive()
+    gateway.answer(request, tokenizer.encode(text))
+    answer = future.result().json()
+    report = gateway.receive()
+    assert report["episode"] == key
+    return [*messages, answer["choices"][0]["message"]], request, answer
+
+
+def test_turns(gateway, tokenizer):
+    """Two turns: the request's ids, the answer's fields, the report, and the recorded ids."""
+    messages, request, answer = play(
+        gateway, tokenizer, "key", HELLO, "there<|im_end|>", logprobs=True, max_tokens=7
+    )
+    prompt = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, tokenize=False)
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    assert request == {
+        "id": request["id"],
+        "episode": "key",
+        "prompt_ids": prompt_ids,
+        "max_tokens": 7,
+        "stop": [],
+        "num_tools": 0,
+    }
+    reply_ids = tokenizer.encode("there<|im_end|>")
+    choice = answer["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "there"}
+    assert choice["finish_reason"] == "stop"
+    assert choice["token_ids"] == reply_ids
+    assert answer["prompt_token_ids"] == prompt_ids
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-0.5] * len(reply_ids)
+    num_prompt = len(prompt_ids)
+    num_sampled = len(reply_ids)
+    assert answer["usage"] == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
+    future = gateway.chat("key", [*messages, NEXT])
+    request = gateway.receive()
+    assert request["prompt_ids"][: num_prompt + num_sampled] == prompt_ids + reply_ids
+    gateway.answer(request, reply_ids)
+    assert future.result().status_code == 200
+    assert gateway.receive() == {
+        "episode": "key",
+        "messages": [*messages, NEXT, {"role": "assistant", "content": "there"}],
+        "tool_calls": 0,
+        "tool_errors": 0,
+    }
+
+
+def test_two_episodes(gateway, tokenizer):
+    """Answers that arrive in another order, and a conversation of another episode."""
+    gateway.begin("one", "two")
+    first = gateway.chat("one", HELLO)
+    request_1 = gateway.receive()
+    second = gateway.chat("two", HELLO)
+    request_2 = gateway.receive()
+    assert (request_1["episode"], request_2["episode"]) == ("one", "two")
+    split = [i for letter in "there" for i in tokenizer.encode(letter)]
+    gateway.answer(request_2, [*split, 1])
+    gateway.answer(request_1, tokenizer.encode("the cat<|im_end|>"))
+    assert second.result().json()["choices"][0]["message"]["content"] == "there"
+    assert first.result().json()["choices"][0]["message"]["content"] == "the cat"
+    for _ in range(2):
+        gateway.receive()
+    gateway.chat("one", [*HELLO, {"role": "assistant", "content": "there"}, NEXT])
+    request = gateway.receive()
+    assert request["prompt_ids"][: len(request_2["prompt_ids"]) + 5] != [
+        *request_2["prompt_ids"],
+        *split,
+    ]
+
+
+def test_keys_that_join_a_draw(gateway, tokenizer):
+    """More keys may be announced during a draw; the earlier ones keep their conversations."""
+    messages, request, _ = play(gateway, tokenizer, "key", HELLO, "a b<|im_end|>")
+    sampling = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "max_tokens": 9, "stop": []}
+    gateway.send(
+        {
+            "begin": ["key", "late"],
+            "sampling": sampling,
+            "max_turns": None,
+            "max_episode_tokens": None,
+        }
+    )
+    play(gateway, tokenizer, "late", HELLO, "there<|im_end|>")
+    recorded = request["prompt_ids"] + tokenizer.encode("a b<|im_end|>")
+    _, request, _ = play(gateway, tokenizer, "key", [*messages, NEXT], "there<|im_end|>")
+    assert request["prompt_ids"][: len(recorded)] == recorded
+    assert request["max_tokens"] == 9
+
+
+def test_unknown_key(gateway):
+    for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic key"}):
+        response = gateway.client.post(CHAT, json={"messages": HELLO}, headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_end_of_draw(gateway):
+    """Open requests fail, and keys are forgotten."""
+    open_request = gateway.chat("key", HELLO)
+    gateway.receive()
+    gateway.send({"end": True})
+    assert gateway.receive() == {"ended": True}
+    assert open_request.result().status_code == 410
+    assert gateway.post(CHAT, "key", {"messages": HELLO}).status_code == 401
+
+
+def limit_code(response: httpx.Response) -> str:
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "episode_limit")
+    return error["code"]
+
+
+def test_max_turns(gateway, tokenizer):
+    gateway.begin("key", "other", max_turns=1)
+    messages, _, _ = play(gateway, tokenizer, "key", HELLO, "there<|im_end|>")
+    for _ in range(2):
+        response = gateway.post(CHAT, "key", {"messages": [*messages, NEXT]})
+        assert limit_code(response) == "max_turns"
+    # The trainer hears of it once, before the other episode's request.
+    assert gateway.receive() == {"episode": "key", "limit": "max_turns"}
+    play(gateway, tokenizer, "other", HELLO, "there<|im_end|>")
+
+
+def test_max_episode_tokens(gateway, tokenizer):
+    """Turns are shortened to the tokens that are left; the call after them raises."""
+    gateway.begin("key", max_episode_tokens=10)
+    reply = tokenizer.encode("the cat<|im_end|>")
+    messages, request, _ = play(gateway, tokenizer, "key", HELLO, "the cat<|im_end|>")
+    assert request["max_tokens"] == 10
+    left = 10 - len(reply)
+    future = gateway.chat("key", [*messages, NEXT])
+    request = gateway.receive()
+    assert request["max_tokens"] == left
+    gateway.answer(request, [5] * left, "length")
+    assert future.result().json()["choices"][0]["finish_reason"] == "length"
+    gateway.receive()
+    assert limit_code(gateway.post(CHAT, "key", {"messages": HELLO})) == "max_episode_tokens"
+    assert gateway.receive() == {"episode": "key", "limit": "max_episode_tokens"}
+
+
+def test_context_length(gateway):
+    """The context limits a turn; a prompt that fills it is a limit of the episode."""
+    future = gateway.threads.submit(gateway.post, GENERATE, "key", {"token_ids": [5] * 1995})
+    request = gateway.receive()
+    assert request["max_tokens"] == 5
+    gateway.answer(request, [7] * 5, "length")
+    assert future.result().status_code == 200
+    response = gateway.post(GENERATE, "key", {"token_ids": [5] * 2000})
+    assert limit_code(response) == "max_model_len"
+    assert "maximum context length is 2000" in response.json()["error"]["message"]
+    assert gateway.receive() == {"episode": "key", "limit": "max_model_len"}
+
+
+def test_generate(gateway):
+    body = {
+        "token_ids": [3, 4],
+        "sampling_params": {"max_tokens": 4, "logprobs": 1, "temperature": 1.0, "stop": ["x"]},
+    }
+    future = gateway.threads.submit(gateway.post, GENERATE, "key", body)
+    request = gateway.receive()
+    assert request["prompt_ids"] == [3, 4]
+    assert request["max_tokens"] == 4
+    assert request["stop"] == ["x"]
+    gateway.answer(request, [8, 9], "length")
+    choice = future.result().json()["choices"][0]
+    assert choice["token_ids"] == [8, 9]
+    assert choice["finish_reason"] == "length"
+    contents = choice["logprobs"]["content"]
+    assert [(entry["token_id"], entry["logprob"]) for entry in contents] == [(8, -0.5), (9, -0.5)]
+
+
+def test_rewards(gateway, tokenizer):
+    response = gateway.post("/v1/rewards", "key", {"reward": 1})
+    assert response.status_code == 400
+    play(gateway, tokenizer, "key", HELLO, "there<|im_end|>")
+    assert gateway.post("/v1/rewards", "key", {"reward": 0.25}).json() == {}
+    assert gateway.receive() == {"episode": "key", "reward": 0.25}
+    for wrong in ("1", None, True, 1e999):
+        content = {"reward": wrong} if wrong != 1e999 else None
+        if content is None:
+            response = gateway.client.post(
+                "/v1/rewards",
+                content='{"reward": Infinity}',
+                headers={"Authorization": "Bearer key"},
+            )
+        else:
+            response = gateway.post("/v1/rewards", "key", content)
+        assert response.status_code == 400
+
+
+def test_models(gateway):
+    response = gateway.client.get("/v1/models", headers={"Authorization": "Bearer key"})
+    assert [model["id"] for model in response.json()["data"]] == ["policy"]
+
+
+WRONG = [
+    ({"temperature": 0.7}, "set rollout.temperature=0.7"),
+    ({"top_p": 0.9}, "differs from rollout.top_p=1.0"),
+    ({"top_k": 20}, "differs from rollout.top_k=-1"),
+    ({"min_p": "0"}, "differs from rollout.min_p=0.0"),
+    ({"n": 2}, "n=2 is not supported: send n requests"),
+    ({"stream": True}, "set stream=false"),
+    ({"seed": 5}, "trainer.seed"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"guided_json": {}}, "guided_json={} is not supported"),
+    ({"presence_penalty": 1}, "presence_penalty"),
+    ({"reasoning_effort": "low"}, "chat_template_kwargs"),
+    ({"max_tokens": 0}, "max_tokens=0 must be a positive integer"),
+    ({"stop": [""]}, "stop=[''] must be"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice='required'"),
+    ({"tools": [{"name": "add"}]}, '"tools[0]" must be'),
+    ({"chat_template_kwargs": {"tokenize": True}}, "tokenize is not a template argument"),
+    ({"chat_template_kwargs": [1]}, "must be an object"),
+    ({"messages": []}, '"messages" must be a list'),
+    ({"messages": [{"role": "poet", "content": "x"}]}, "\"messages[0].role\" is 'poet'"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "is of the type 'image_url': messages of episodes may contain only texts",
+    ),
+]
+
+
+@pytest.mark.parametrize("fields, message", WRONG)
+def test_wrong_fields(gateway, fields, message):
+    """A field that is wrong or not supported is an error, and no turn begins."""
+    gateway.begin("key", max_turns=1)
+    response = gateway.post(CHAT, "key", {"messages": HELLO, **fields})
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+    gateway.chat("key", HELLO)
+    assert gateway.receive()["episode"] == "key"
+
+
+ACCEPTED = {
+    "model": "any",
+    "user": "me",
+    "metadata": {"a": "b"},
+    "store": False,
+    "n": 1,
+    "stream": False,
+    "temperature": 1,
+    "top_p": 1.0,
+    "top_k": 0,
+    "frequency_penalty": 0.0,
+    "response_format": {"type": "text"},
+    "seed": None,
+    "tool_choice": "auto",
+    "stop": "x",
+    "max_completion_tokens": 3,
+}
+
+
+def test_accepted_fields(gateway):
+    gateway.begin("key", stop=["y"])
+    gateway.chat("key", HELLO, **ACCEPTED)
+    request = gateway.receive()
+    assert request["max_tokens"] == 3
+    assert request["stop"] == ["y", "x"]
+
+
+def test_greedy_draw(gateway):
+    """With temperature 0, the other numbers have no effect."""
+    gateway.begin("key", temperature=0.0)
+    gateway.chat("key", HELLO, temperature=0, top_p=0.9)
+    assert gateway.receive()["episode"] == "key"
+    assert gateway.post(CHAT, "key", {"messages": HELLO, "temperature": 1}).status_code == 400
+
+
+def test_not_json(gateway):
+    headers = {"Authorization": "Bearer key"}
+    for content in ("{", "[1]"):
+        response = gateway.client.post(CHAT, content=content, headers=headers)
+        assert response.status_code == 400
+
+
+def test_stop_string(gateway, tokenizer):
+    """The content ends before the stop string; the recorded ids include it."""
+    future = gateway.chat("key", HELLO, stop=["cat"])
+    request = gateway.receive()
+    sampled = tokenizer.encode("the cat")
+    gateway.answer(request, sampled)
+    message = future.result().json()["choices"][0]["message"]
+    assert message["content"] == "the "
+    gateway.receive()
+    gateway.chat("key", [*HELLO, message, NEXT])
+    recorded = request["prompt_ids"] + sampled
+    assert gateway.receive()["prompt_ids"][: len(recorded)] == recorded
+
+
+def test_client_that_disconnects(gateway):
+    """Its request is aborted, and a late answer does no harm."""
+    body = b'{"messages": [{"role": "user", "content": "hello"}]}'
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", gateway.first["ready"]), SECONDS) as client:
+        client.sendall(head.encode() + body)
+        request = gateway.receive()
+    assert gateway.receive() == {"abort": request["id"]}
+    gateway.answer(request, [5, 1])
+    gateway.chat("key", HELLO)
+    assert gateway.receive()["id"] == request["id"] + 1
+
+
+def test_aborted_by_trainer(gateway):
+    future = gateway.chat("key", HELLO)
+    gateway.answer(gateway.receive(), [], "abort")
+    assert future.result().status_code == 503
+
+
+def test_signals_are_ignored(gateway, tokenizer):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        gateway.process.send_signal(number)
+    play(gateway, tokenizer, "key", HELLO, "there<|im_end|>")
+
+
+def test_end_of_trainer(model_path):
+    """The gateway ends with the trainer, even while a request is open."""
+    process = GatewayProcess(model_path, tool_parser=None)
+    assert process.first["notices"] == [
+        "rollout.tool_parser=hermes: guessed from the chat template",
+        "episodes: the chat template is prefix-stable: turns continue each other (with tools)",
+    ]
+    process.begin("key")
+    process.chat("key", HELLO)
+    process.receive()
+    assert process.close() == 0
+
+
+def test_settings(tmp_path, model_path):
+    """Wrong settings are reported in a line; a template replaces the model's."""
+    process = GatewayProcess(tmp_path)
+    assert "no tokenizer in model.path=" in process.first["error"]
+    assert process.close() == 0
+    process = GatewayProcess(model_path, chat_template=CHATML, max_model_len=10)
+    assert "without tools" in process.first["notices"][0]
+    process.close()
+
+
+def test_no_template(tmp_path):
+    process = GatewayProcess(save_tokenizer(tmp_path / "model", None, "<|im_end|>"))
+    process.begin("key")
+    response = process.post(CHAT, "key", {"messages": HELLO})
+    assert "data.chat_template" in response.json()["error"]["message"]
+    process.close()
