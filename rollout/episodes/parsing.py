@@ -18,6 +18,7 @@ from config import InputError
 
 NONE = "none"
 HARMONY = "openai"
+HARMONY_REASONING = "openai_gptoss"
 # Mistral's templates accept identifiers of calls that have nine letters and digits.
 ID_LENGTH = 9
 
@@ -36,10 +37,11 @@ class ToolFormat(NamedTuple):
     call: str
 
 
+NEVER = r"(?!)"  # finds nothing: the parser of these replies loses no calls
 DEEPSEEK_CALL = "<｜tool▁calls?▁begin｜>"
 # In the order in which they are tried: the first one whose marks are in the template is chosen.
 TOOL_FORMATS = (
-    ToolFormat(HARMONY, ("<|channel|>", "<|message|>"), r"to=functions\."),
+    ToolFormat(HARMONY, ("<|channel|>", "<|message|>"), NEVER),
     ToolFormat("kimi_k2", ("<|tool_calls_section_begin|>",), r"<\|tool_call_begin\|>"),
     ToolFormat("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_CALL),
     ToolFormat("deepseek_v31", ("<｜tool▁calls▁begin｜>",), DEEPSEEK_CALL),
@@ -102,7 +104,9 @@ class ReplyParser:
     ):
         self.tokenizer = tokenizer
         self.tool_parser = tool_parser
-        self.reasoning_parser = reasoning_parser
+        # Replies of gpt-oss consist of channels, of which one is the reasoning.
+        is_harmony = tool_parser == HARMONY
+        self.reasoning_parser = HARMONY_REASONING if is_harmony else reasoning_parser
         self.call_pattern = call_pattern(tool_parser)
         if is_checked:
             self.parser_class(tokenizer)
@@ -167,18 +171,19 @@ class ReplyParser:
         """
         if not self.is_needed(tools):
             return Reply({"role": "assistant", "content": text})
+        request = self.chat_request(tools)
+
+        def make_parser():
+            # Parsers have a state, so each parses one text.
+            return self.parser_class(self.tokenizer, request.tools, chat_template_kwargs=kwargs)
+
         try:
-            parser = self.parser_class(
-                self.tokenizer, self.chat_request(tools).tools, chat_template_kwargs=kwargs
+            reasoning, content, calls = make_parser().parse(
+                text, request, enable_auto_tools=bool(tools), model_output_token_ids=reply_ids
             )
-            reasoning, content, calls = parser.parse(
-                text,
-                self.chat_request(tools),
-                enable_auto_tools=bool(tools),
-                model_output_token_ids=reply_ids,
-            )
-        except InputError:
-            raise
+            if tools and not calls and self.has_call_marks(text):
+                # Some parsers remove malformed calls.
+                _, content = make_parser().extract_reasoning(text, request)
         except Exception:  # parsers raise whatever a strange text provokes
             return Reply({"role": "assistant", "content": text}, num_tool_errors=1)
         message = {"role": "assistant", "content": content}
@@ -194,14 +199,17 @@ class ReplyParser:
         num_calls = len(message.get("tool_calls", ()))
         return Reply(message, num_calls, self.count_errors(message, tools))
 
+    def has_call_marks(self, text: str) -> bool:
+        """Return whether a text contains the beginning of a call."""
+        return self.call_pattern is not None and bool(re.search(self.call_pattern, text))
+
     def count_errors(self, message: dict, tools: list | None) -> int:
         """Count the calls that cannot be executed, and those that stayed text."""
         if not tools:
             return 0
         calls = message.get("tool_calls", ())
         if not calls:
-            has_call = self.call_pattern and re.search(self.call_pattern, message["content"])
-            return 1 if has_call else 0
+            return int(self.has_call_marks(message["content"]))
         names = {tool["function"]["name"] for tool in tools}
         return sum(not is_executable(call["function"], names) for call in calls)
 

@@ -110,12 +110,13 @@ def test_two_episodes(gateway, tokenizer):
     assert first.result().json()["choices"][0]["message"]["content"] == "the cat"
     for _ in range(2):
         gateway.receive()
-    gateway.chat("one", [*HELLO, {"role": "assistant", "content": "there"}, NEXT])
-    request = gateway.receive()
-    assert request["prompt_ids"][: len(request_2["prompt_ids"]) + 5] != [
-        *request_2["prompt_ids"],
-        *split,
-    ]
+    # The second episode has sampled this reply letter by letter, the first one has not.
+    history = [*HELLO, {"role": "assistant", "content": "there"}, NEXT]
+    recorded = [*request_2["prompt_ids"], *split, 1]
+    for key, is_continued in (("one", False), ("two", True)):
+        gateway.chat(key, history)
+        prompt_ids = gateway.receive()["prompt_ids"]
+        assert (prompt_ids[: len(recorded)] == recorded) == is_continued
 
 
 def test_keys_that_join_a_draw(gateway, tokenizer):
@@ -221,21 +222,18 @@ def test_generate(gateway):
 
 def test_rewards(gateway, tokenizer):
     response = gateway.post("/v1/rewards", "key", {"reward": 1})
-    assert response.status_code == 400
+    assert "no turn has ended yet" in response.json()["error"]["message"]
     play(gateway, tokenizer, "key", HELLO, "there<|im_end|>")
     assert gateway.post("/v1/rewards", "key", {"reward": 0.25}).json() == {}
     assert gateway.receive() == {"episode": "key", "reward": 0.25}
-    for wrong in ("1", None, True, 1e999):
-        content = {"reward": wrong} if wrong != 1e999 else None
-        if content is None:
-            response = gateway.client.post(
-                "/v1/rewards",
-                content='{"reward": Infinity}',
-                headers={"Authorization": "Bearer key"},
-            )
-        else:
-            response = gateway.post("/v1/rewards", "key", content)
+    for wrong in ('"1"', "null", "true", "Infinity", "NaN"):
+        response = gateway.client.post(
+            "/v1/rewards",
+            content=f'{{"reward": {wrong}}}',
+            headers={"Authorization": "Bearer key"},
+        )
         assert response.status_code == 400
+        assert "must be a finite number" in response.json()["error"]["message"]
 
 
 def test_models(gateway):
@@ -377,16 +375,74 @@ def test_end_of_trainer(model_path):
     assert process.close() == 0
 
 
-def test_settings(tmp_path, model_path):
-    """Wrong settings are reported in a line; a template replaces the model's."""
+@pytest.mark.slow
+def test_wrong_model_path(tmp_path):
     process = GatewayProcess(tmp_path)
     assert "no tokenizer in model.path=" in process.first["error"]
     assert process.close() == 0
-    process = GatewayProcess(model_path, chat_template=CHATML, max_model_len=10)
+
+
+@pytest.mark.slow
+def test_other_template(model_path):
+    """A template of the settings replaces the model's."""
+    process = GatewayProcess(model_path, chat_template=CHATML)
     assert "without tools" in process.first["notices"][0]
     process.close()
 
 
+@pytest.mark.slow
+def test_openai_client(model_path, tokenizer):
+    """OpenAI's package plays an episode: a call of a tool, its result, an answer."""
+    openai = pytest.importorskip("openai")
+    process = GatewayProcess(model_path, tool_parser=None)
+    process.begin("key", max_turns=2)
+    client = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{process.first['ready']}/v1", api_key="key", max_retries=0
+    )
+
+    def chat(messages):
+        return process.threads.submit(
+            client.chat.completions.create, model="any", messages=messages, tools=[TOOL]
+        )
+
+    future = chat(HELLO)
+    request = process.receive()
+    assert request["num_tools"] == 1
+    call = '<tool_call>{"arguments": {"a":1}, "name": "add"}</tool_call><|im_end|>'
+    recorded = request["prompt_ids"] + tokenizer.encode(call)
+    process.answer(request, tokenizer.encode(call))
+    reply = future.result().choices[0]
+    assert reply.finish_reason == "tool_calls"
+    report = process.receive()
+    assert (report["tool_calls"], report["tool_errors"]) == (1, 0)
+    (tool_call,) = reply.message.tool_calls
+    assert tool_call.function.name == "add"
+    assert tool_call.function.arguments == '{"a": 1}'
+
+    result = {"role": "tool", "tool_call_id": tool_call.id, "content": "1"}
+    future = chat([*HELLO, reply.message, result])
+    request = process.receive()
+    assert request["prompt_ids"][: len(recorded)] == recorded
+    process.answer(request, tokenizer.encode("there<|im_end|>"))
+    answer = future.result()
+    assert answer.choices[0].message.content == "there"
+    assert answer.prompt_token_ids == request["prompt_ids"]
+    process.receive()
+
+    with pytest.raises(openai.BadRequestError, match="rollout.max_turns") as raised:
+        client.chat.completions.create(model="any", messages=HELLO)
+    assert raised.value.code == "max_turns"
+    assert process.close() == 0
+
+
+@pytest.mark.slow
+def test_unknown_tool_parser(model_path):
+    process = GatewayProcess(model_path, tool_parser="hermis")
+    assert "rollout.tool_parser=hermis" in process.first["error"]
+    process.close()
+
+
+@pytest.mark.slow
 def test_no_template(tmp_path):
     process = GatewayProcess(save_tokenizer(tmp_path / "model", None, "<|im_end|>"))
     process.begin("key")

@@ -1,0 +1,193 @@
+"""Tool calls and reasoning in sampled texts, found by the parsers of vLLM."""
+
+import json
+
+import pytest
+
+from config import InputError
+from rollout.episodes.parsing import ReplyParser, guess_tool_parser
+from tests.data.chat_templates import (
+    APERTUS,
+    CHATML,
+    GLM,
+    LLAMA3,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    make_tokenizer,
+)
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        },
+    },
+}
+# Tokens that parsers look up in the vocabulary.
+CONTROL = [
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+]
+QWEN_CALL = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+GLM_CALL = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>"
+)
+DEEPSEEK_CALL = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
+    '```json\n{"a": 1, "b": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+# parser: a call of add(a=1, b=2), and one that is malformed.
+CALLS = {
+    "hermes": (
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, \n</tool_call>',
+    ),
+    "llama3_json": (
+        '{"name": "add", "parameters": {"a": 1, "b": 2}}',
+        '{"name": "add", "parameters": {"a": 1,',
+    ),
+    "mistral": (
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]',
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1,',
+    ),
+    "qwen3_coder": (QWEN_CALL, "<tool_call>\n<function add>\n</tool_call>"),
+    "glm45": (GLM_CALL, "<tool_call>\n<arg_key>a</arg_key>\n</tool_call>"),
+    "deepseek_v3": (DEEPSEEK_CALL, "<｜tool▁calls▁begin｜>add(1, 2)<｜tool▁calls▁end｜>"),
+    "pythonic": ("[add(a=1, b=2)]", "[add(a=1, b=]"),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer(CHATML, control=CONTROL)
+
+
+def parse(tokenizer, parser: ReplyParser, text: str, tools=(TOOL,)):
+    return parser.parse(text, tokenizer.encode(text), 5, list(tools) or None, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(tokenizer, name):
+    """A call is found; a malformed one stays text and is counted."""
+    parser = ReplyParser(tokenizer, name, None, is_checked=True)
+    good, malformed = CALLS[name]
+    reply = parse(tokenizer, parser, good)
+    (call,) = reply.message["tool_calls"]
+    assert call["type"] == "function"
+    assert call["function"]["name"] == "add"
+    assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+    assert (reply.num_tool_calls, reply.num_tool_errors) == (1, 0)
+    assert parse(tokenizer, parser, good) == reply, "identifiers must not be random"
+
+    reply = parse(tokenizer, parser, malformed)
+    assert "tool_calls" not in reply.message
+    assert reply.message["content"] == malformed
+    assert (reply.num_tool_calls, reply.num_tool_errors) == (0, 1)
+
+    reply = parse(tokenizer, parser, "the answer is 3")
+    assert reply.message == {"role": "assistant", "content": "the answer is 3"}
+    assert (reply.num_tool_calls, reply.num_tool_errors) == (0, 0)
+
+    reply = parse(tokenizer, parser, good, tools=())
+    assert reply.message == {"role": "assistant", "content": good}
+
+
+@pytest.mark.slow
+def test_calls_that_cannot_be_executed(tokenizer):
+    parser = ReplyParser(tokenizer, "hermes", None, is_checked=False)
+    text = '<tool_call>{"name": "NAME", "arguments": ARGUMENTS}</tool_call>'
+    for name, arguments, num_errors in (("add", "{}", 0), ("sub", "{}", 1), ("add", "[1]", 1)):
+        call = text.replace("NAME", name).replace("ARGUMENTS", arguments)
+        reply = parse(tokenizer, parser, call)
+        assert (reply.num_tool_calls, reply.num_tool_errors) == (1, num_errors)
+    twice = text.replace("NAME", "add").replace("ARGUMENTS", '{"a": 1}') * 2
+    identifiers = [call["id"] for call in parse(tokenizer, parser, twice).message["tool_calls"]]
+    assert len(set(identifiers)) == 2
+
+
+@pytest.mark.slow
+def test_reasoning(tokenizer):
+    parser = ReplyParser(tokenizer, "hermes", "deepseek_r1", is_checked=True)
+    reply = parse(tokenizer, parser, "<think>so it is</think>three", tools=())
+    assert reply.message["reasoning"] == "so it is"
+    assert reply.message["content"] == "three"
+    call = CALLS["hermes"][0]
+    reply = parse(tokenizer, parser, f"<think>so it is</think>{call}")
+    assert reply.message["reasoning"] == "so it is"
+    assert reply.num_tool_calls == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("hermis", None), (None, "deepseek")])
+def test_unknown_parsers(tokenizer, names):
+    with pytest.raises(InputError, match=r"rollout\.tool_parser=.*Set them to names"):
+        ReplyParser(tokenizer, *names, is_checked=True)
+
+
+@pytest.mark.slow
+def test_malformed_tool(tokenizer):
+    parser = ReplyParser(tokenizer, "hermes", None, is_checked=False)
+    with pytest.raises(InputError, match="tools.0.type"):
+        parser.chat_request([TOOL | {"type": "custom"}])
+
+
+def test_no_parser(tokenizer):
+    parser = ReplyParser(tokenizer, None, None, is_checked=False)
+    text = CALLS["hermes"][0]
+    assert parse(tokenizer, parser, text).message == {"role": "assistant", "content": text}
+
+
+GUESSES = [
+    (CHATML, None),
+    (QWEN2, "hermes"),
+    (QWEN3, "hermes"),
+    (MISTRAL, "mistral"),
+    (LLAMA3, None),
+    (LLAMA3 + '{"name": function name, "parameters": dictionary}', "llama3_json"),
+    (LLAMA3 + "[func_name1(params_name1=params_value1)]", "pythonic"),
+    (APERTUS, None),
+    (GLM + "<arg_key>", "glm45"),
+    ("<tool_call>\n<function=f>\n<parameter=p>", "qwen3_coder"),
+    ("<|start|>assistant<|channel|>final<|message|>", "openai"),
+    ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜>```json", "deepseek_v3"),
+    ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜>", "deepseek_v31"),
+]
+
+
+@pytest.mark.parametrize("template, parser", GUESSES)
+def test_guess(template, parser):
+    assert guess_tool_parser(template) == parser
+
+
+@pytest.mark.slow
+def test_all_guesses_exist(tokenizer):
+    """vLLM has a parser of each name that may be guessed."""
+    from vllm.tool_parsers import ToolParserManager
+
+    from rollout.episodes.parsing import TOOL_FORMATS
+
+    names = set(ToolParserManager.lazy_parsers)
+    assert {tool_format.parser for tool_format in TOOL_FORMATS} <= names
