@@ -1,1 +1,1 @@
-"""Helpers that have nothing to do with training: disks, checksums, plugins, and end tokens."""
+"""Helpers that have nothing to do with training: disks, checksums, plugins, imports, end tokens."""

@@ -5,18 +5,13 @@ the rest as **_, so it continues to work when new inputs are added. Its own para
 group of the configuration, such as algorithm.loss_kwargs.
 """
 
-import difflib
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
-from pathlib import Path
-from types import ModuleType
+from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 
+from common.imports import import_function
 from config import InputError
 from configs.rules import TYPES, has_type
 
@@ -85,74 +80,3 @@ def parameters(function: Callable) -> set[str]:
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
-
-
-def import_function(setting: str, name: str, known: Iterable[str]) -> Callable:
-    """Import a function that is named as path/to/file.py:name.
-
-    Args:
-        setting: "key=value", for the beginning of error messages.
-        name: path and name of the function. The path is relative to the working directory.
-        known: names of the built-in functions, for suggestions; empty if there are none.
-    """
-    if ":" not in name and not name.endswith(".py"):
-        if not known:
-            raise InputError(f"{setting} must be path/to/file.py:name")
-        raise InputError(
-            f"{setting} must be one of {', '.join(known)}, or path/to/file.py:name; the nearest is "
-            f"{nearest(name, known)}"
-        )
-    if ".py:" not in name and not name.endswith(".py"):
-        file, _, name = name.rpartition(":")
-        raise InputError(f"{setting} must be path/to/file.py:name; did you mean {file}.py:{name}?")
-    path = path_of(name)
-    name = name.partition(".py:")[2]
-    if not path.is_file():
-        raise InputError(f"{setting}: {path}: no such file")
-    try:
-        module = import_file(path)
-    except (Exception, SystemExit) as error:
-        raise InputError(
-            f"{setting}: {location(error, path)} cannot be imported: {type(error).__name__}: "
-            f"{error}"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        hint = f"; the nearest is {path.name}:{nearest(name, public)}" if public else ""
-        problem = f"{path} has no function {name!r}" if name else f"{path}: name a function"
-        raise InputError(f"{setting}: {problem}{hint}")
-    return function
-
-
-def path_of(name: str) -> Path:
-    """Return the absolute path of the file in path/to/file.py:name."""
-    file = name.partition(".py:")[0]
-    return Path(file if file.endswith(".py") else f"{file}.py").expanduser().resolve()
-
-
-def location(error: BaseException, path: Path) -> str:
-    """Return the path, followed by the number of its last line in the traceback, if any."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    return f"{path}:{lines[-1]}" if lines else str(path)
-
-
-@cache
-def import_file(path: Path) -> ModuleType:
-    """Import a user's file, once for all keys that name it.
-
-    The file may import its neighbours. Its module name has a prefix, so it cannot hide a built-in
-    module.
-    """
-    spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.append(str(path.parent))
-    spec.loader.exec_module(module)
-    return module
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the one of `names` that is most similar to `name`."""
-    return difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]

@@ -8,6 +8,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
+from common.errors import InputError
+
 CONFIGS = Path(__file__).resolve().parent
 SCRIPTS = ("sft", "ppo")  # train_{script}.py reads configs/{script}.yaml
 KEY_LINE = re.compile(r"( *)(\w+):")
@@ -16,18 +18,6 @@ NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 DECIMAL_DIGITS = re.compile(r"[-+]?[0-9_.]+(:|[eE]|$)")
 DATA_FILE = re.compile(r"\.(jsonl|json|csv|parquet)(\.gz)?$")
 INDENT = 2  # spaces per level in the files of configs/
-
-
-class InputError(ValueError):
-    """Mistakes of the user. Scripts print one line for each and exit with code 2.
-
-    Attributes:
-        problems: a sentence about each mistake. Usually there is one.
-    """
-
-    def __init__(self, *problems: str):
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 def engine_files() -> list[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from common import plugins
+from common import imports, plugins
 from config import InputError
 from data.batching import sampler
 from data.batching.mixture import Mixture
@@ -215,7 +215,7 @@ def read_only(array: np.ndarray) -> np.ndarray:
 def describe_sampler(config: DictConfig, total_steps: int, first_batch: np.ndarray) -> str:
     """Return everything about the user's sampler that must not change when a run resumes."""
     data = config.data
-    path = plugins.path_of(data.sampler)
+    path = imports.path_of(data.sampler)
     function_name = data.sampler.rpartition(":")[2]
     parts = [f"file {digest(path.read_bytes())}"]
     parts += [f"{name}={value}" for name, value in sorted(data.sampler_kwargs.items())]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from common import plugins
+from common import imports, plugins
 from config import InputError
 
 # The inputs that a sampler may name; docs/order.md explains them.
@@ -74,7 +74,7 @@ class UserSampler:
         except InputError:
             raise
         except Exception as error:
-            place = plugins.location(error, plugins.path_of(self.name))
+            place = imports.location(error, imports.path_of(self.name))
             raise InputError(
                 f"{self.setting}: {place} failed for batch {batch_index}: "
                 f"{type(error).__name__}: {error}"

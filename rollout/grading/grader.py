@@ -2,91 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import re
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from config import InputError
-from rollout.grading.process import Call, WorkerProcess
+from rollout.grading.pool import (
+    EVENT_LOOP_DELAY,
+    Item,
+    Job,
+    WorkerPool,
+    check_environment,
+    check_weights,
+)
+from rollout.grading.process import Call, Program, worker_environment
+from rollout.grading.results import Failure, Result, Reward
 
-# Seconds that an event loop may take to cancel a call that has timed out.
-EVENT_LOOP_DELAY = 5.0
-# Occurs in a traceback in every frame of the worker's own program.
-WORKER_FRAME = 'grading/worker.py", line '
-
-
-@dataclass(frozen=True)
-class Reward:
-    """The reward of one response.
-
-    Attributes:
-        score: the number that advantages are computed from.
-        parts: the named parts, whose weighted sum is the score. Empty if there are none.
-    """
-
-    score: float
-    parts: dict[str, float]
+WORKER = "rollout.grading.worker"
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A sample that could not be graded, which is not the same as a reward of 0.
+class GradingJob(Job):
+    """The calls of one grade()."""
 
-    Attributes:
-        kind: raised, timed out, died, forged, not a number, not a list, missing part, or different
-            parts.
-        trace: the traceback, or a sentence that describes the failure.
-    """
-
-    kind: str
-    trace: str
-    row: dict
-    response: str
-
-    @property
-    def summary(self) -> str:
-        """The kind and the error in one line, with the user's file and line that raised it."""
-        _, _, user_frames = self.trace.rpartition(WORKER_FRAME)
-        place = re.search(r'File "(.*)", line (\d+)', user_frames)
-        after_last_frame = re.split(r'(?m)^  File ".*\n(?:  .*\n)*', self.trace)[-1]
-        error = " ".join(after_last_frame.split())
-        location = f" ({place[1]}:{place[2]})" if place else ""
-        return f"{self.kind}: {error}{location}"
-
-
-Item = tuple[str, str, dict]  # prompt, response, row
-Result = Reward | Failure
-
-
-class _Job:
-    """The calls of one grade(), shared by the threads that wait for workers."""
-
-    def __init__(self, items: Sequence[Item], calls: Iterator[Call], max_failures: float):
+    def __init__(self, items: Sequence[Item], calls: Sequence[Call], max_failures: float):
+        super().__init__(len(items), calls, max_failures)
         self.items = items
-        self.results: list[Result | None] = [None] * len(items)
-        self._calls = calls
-        self._max_failures = max_failures
-        self._num_failures = 0
-        self._lock = threading.Lock()
-
-    def next_calls(self, count: int) -> list[Call]:
-        """Take up to `count` of the remaining calls, or none if there were too many failures."""
-        taken = []
-        with self._lock:
-            while len(taken) < count and self._num_failures <= self._max_failures:
-                call = next(self._calls, None)
-                if call is None:
-                    break
-                taken.append(call)
-        return taken
 
     def request(self, call: Call) -> dict:
         prompts = [self.items[i][0] for i in call]
@@ -94,19 +38,14 @@ class _Job:
         rows = [self.items[i][2] for i in call]
         return {"check": False, "prompts": prompts, "responses": responses, "rows": rows}
 
-    def record(self, call: Call, answers: list[dict]) -> None:
-        """Turn a worker's answers into results."""
-        for i, answer in zip(call, answers, strict=True):
-            _, response, row = self.items[i]
-            if "score" in answer:
-                self.results[i] = Reward(**answer)
-            else:
-                self.results[i] = Failure(**answer, row=row, response=response)
-                with self._lock:
-                    self._num_failures += 1
+    def result(self, i: int, answer: dict) -> Result:
+        if "score" in answer:
+            return Reward(**answer)
+        _, response, row = self.items[i]
+        return Failure(**answer, row=row, response=response)
 
 
-class Grader:
+class Grader(WorkerPool):
     """Worker processes that call one reward function, as configured in the section `reward`.
 
     The constructor starts the first worker, so a function that cannot be imported or called raises
@@ -124,10 +63,7 @@ class Grader:
     def __init__(self, config: DictConfig, startup_timeout: float = 300.0):
         reward = config.reward
         check_reward_settings(reward)
-        self.startup_timeout = startup_timeout
         self.function = reward.function
-        self.num_workers = reward.num_workers
-        self.concurrency = reward.concurrency
         rank = os.environ.get("RANK", 0)
         output = Path(config.output_dir, "reward_output", f"rank_{rank}.txt").absolute()
         self.settings = {
@@ -135,11 +71,17 @@ class Grader:
             "output": str(output),
             "conversation_keys": [config.data.messages_key, config.data.prompt_key],
         }
-        self.parts: list[str] | None = None
-        worker = WorkerProcess(self.settings, startup_timeout)
-        self.idle = [worker]
-        self.takes_groups = worker.ready["takes_groups"]
-        is_async = worker.ready["is_async"]
+        program = Program(
+            name=f"reward.function={self.function}",
+            command=[sys.executable, "-P", "-m", WORKER],
+            environment=worker_environment(reward.env),
+            settings=self.settings,
+        )
+        super().__init__(program, reward.num_workers, startup_timeout)
+        self.concurrency = reward.concurrency
+        ready = self.idle[0].ready
+        self.takes_groups = ready["takes_groups"]
+        is_async = ready["is_async"]
         self.seconds_per_call = reward.timeout + (EVENT_LOOP_DELAY if is_async else 0)
         if self.concurrency > 1 and not is_async:
             raise InputError(
@@ -172,97 +114,9 @@ class Grader:
         for i, group in enumerate(groups):
             key = group if self.takes_groups else i
             calls.setdefault(key, []).append(i)
-        job = _Job(items, iter(calls.values()), max_failures)
-        num_threads = min(self.num_workers, math.ceil(len(calls) / self.concurrency))
-        with ThreadPoolExecutor(max(num_threads, 1)) as pool:  # one thread per worker
-            threads = [pool.submit(self._work, job) for _ in range(num_threads)]
-            for thread in threads:
-                thread.result()
+        job = GradingJob(items, list(calls.values()), max_failures)
+        self.run(job)
         return job.results
-
-    def check_parts(
-        self, items: Sequence[Item], results: Sequence[Result | None]
-    ) -> list[Result | None]:
-        """Turn rewards whose parts differ from those of the first reward into failures.
-
-        A missing part is not the same as a part of 0.
-        """
-        rewards = [result for result in results if isinstance(result, Reward)]
-        if self.parts is None and rewards:
-            self.parts = sorted(rewards[0].parts)
-        checked: list[Result | None] = []
-        for (_, response, row), result in zip(items, results, strict=True):
-            if isinstance(result, Reward) and sorted(result.parts) != self.parts:
-                returned = ", ".join(sorted(result.parts)) or "none"
-                expected = ", ".join(self.parts) or "none"
-                trace = f"the function returned the parts {returned}, but at first {expected}"
-                result = Failure("different parts", trace, row, response)
-            checked.append(result)
-        return checked
-
-    def close(self) -> None:
-        """End all workers."""
-        while self.idle:
-            self.idle.pop().kill()
-
-    def _work(self, job: _Job) -> None:
-        """Make calls of a job until none is left. Replaces a worker that dies."""
-        worker: WorkerProcess | None = None
-        while True:
-            num_pending = len(worker.pending) if worker else 0
-            for call in job.next_calls(self.concurrency - num_pending):
-                if worker is None:
-                    worker = self._take_worker()
-                worker.send(job.request(call), self.seconds_per_call, call)
-            if worker is None or not worker.pending:
-                break
-            received = worker.receive()
-            if received is not None:
-                call, answer = received
-                job.record(call, answer["answers"])
-            else:
-                self._handle_ending(worker, job)
-            if not worker.alive:
-                worker = None
-        if worker is not None:
-            self.idle.append(worker)
-
-    def _handle_ending(self, worker: WorkerProcess, job: _Job) -> None:
-        """Record the failure of the call that ended a worker.
-
-        If several calls were in flight, any of them may be the cause, so each is repeated alone.
-        """
-        calls = list(worker.pending.values())
-        is_sure = len(calls) == 1 and worker.expired in (None, *worker.pending)
-        if is_sure:
-            failure = {"kind": worker.ending.kind, "trace": worker.ending.trace}
-            job.record(calls[0], [failure] * len(calls[0]))
-            return
-        for call in calls:
-            self._grade_alone(call, job)
-
-    def _grade_alone(self, call: Call, job: _Job) -> None:
-        worker = self._take_worker()
-        worker.send(job.request(call), self.seconds_per_call, call)
-        received = worker.receive()
-        if received is not None:
-            _, answer = received
-            job.record(call, answer["answers"])
-        else:
-            self._handle_ending(worker, job)
-        if worker.alive:
-            self.idle.append(worker)
-
-    def _take_worker(self) -> WorkerProcess:
-        with contextlib.suppress(IndexError):
-            return self.idle.pop()
-        try:
-            return WorkerProcess(self.settings, self.startup_timeout)
-        except InputError as error:
-            # The function could be imported before, so this is not the user's mistake.
-            raise RuntimeError(
-                f"cannot start a new process for reward.function={self.function}"
-            ) from error
 
 
 def check_reward_settings(reward: DictConfig) -> None:
@@ -271,21 +125,14 @@ def check_reward_settings(reward: DictConfig) -> None:
     Raises:
         InputError: a value has the wrong type, or a variable is not set.
     """
-    for name, value in reward.weights.items():
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise InputError(f"reward.weights.{name}={value} must be a number")
+    check_weights(reward.weights)
     for name, value in reward.kwargs.items():
         if not isinstance(value, str):
             raise InputError(
                 f"reward.kwargs.{name}={value} must be the name of a column, or a path in one: "
                 "COLUMN.KEY"
             )
-    for name in reward.env:
-        if name not in os.environ:
-            raise InputError(
-                f"reward.env names {name}, which is not set in the environment: set it, or remove "
-                "it from reward.env"
-            )
+    check_environment(reward.env)
 
 
 def check_failures(failures: Sequence[Failure], num_samples: int, max_failure_rate: float) -> None:

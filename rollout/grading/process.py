@@ -1,9 +1,9 @@
 """Start a worker process, send it requests, and kill it if an answer takes too long.
 
-A worker (rollout/grading/worker.py) is a new program. It is not a fork, because this process uses
-threads and an accelerator. It does not use multiprocessing, which would unpickle whatever the
-worker sends. A worker runs in its own session, so that all processes that it starts are killed with
-it. When memory runs out, the kernel kills workers first.
+A worker (rollout/grading/worker.py or rollout/episodes/worker.py) is a new program. It is not a
+fork, because this process uses threads and an accelerator. It does not use multiprocessing, which
+would unpickle whatever the worker sends. A worker runs in its own session, so that all processes
+that it starts are killed with it. When memory runs out, the kernel kills workers first.
 
 So that no secret reaches a worker by accident, it gets only the environment variables in
 ENVIRONMENT and reward.env. It still has the permissions of this process: code that you do not trust
@@ -39,9 +39,28 @@ ENVIRONMENT = """
     RANK LOCAL_RANK WORLD_SIZE
 """.split()
 MAX_ANSWER_BYTES = 2**26
+NOTE_BYTES = 8
 READ_BYTES = 2**16  # as much as a pipe holds
 
 Call = list[int]  # the indices of the samples that one call of the function grades
+
+
+@dataclass(frozen=True)
+class Program:
+    """A worker's program.
+
+    Attributes:
+        name: key=value of the user's function. Error messages begin with it.
+        command: the program and its arguments, to which two file descriptors are added: the
+            lifeline, and a file for the number of the call whose code the worker runs now.
+        environment: all environment variables that it gets.
+        settings: its first request.
+    """
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    settings: dict
 
 
 @dataclass
@@ -67,42 +86,46 @@ class WorkerProcess:
     """One worker, ready for calls.
 
     Attributes:
-        ready: the worker's first answer, with takes_groups and is_async.
+        ready: the worker's first answer.
         pending: token -> call, for requests that were not answered yet.
         deadlines: token -> when the worker is killed, for the same requests.
         unread: what the worker has written after its last line.
         expired: the token of the call that has timed out, or None.
         ending: why the worker ended; None while it runs.
+        last_call: the number of the call whose code ran when the worker ended, as far as the worker
+            has noted it; else 0.
 
     Raises:
         InputError: the function cannot be imported or called. The message gives the reason.
     """
 
-    def __init__(self, settings: dict, startup_timeout: float):
-        self.name = f"reward.function={settings['function']}"
+    def __init__(self, program: Program, startup_timeout: float):
+        self.name = program.name
         self.alive = True
         self.expired: str | None = None
         self.ending: Ending | None = None
+        self.last_call = 0
+        self.notes = os.memfd_create("notes")
         self.pending: dict[str, Call] = {}
         self.deadlines: dict[str, Deadline] = {}
         self.unread = b""
-        self._start(settings)
-        self.ready = self.query(settings, startup_timeout)
+        self._start(program)
+        self.ready = self.query(program.settings, startup_timeout)
 
-    def _start(self, settings: dict) -> None:
+    def _start(self, program: Program) -> None:
         # Nothing is written to this pipe. It closes when this process ends for whatever reason, and
         # then the worker is killed.
         worker_end, self.lifeline = os.pipe()
         # The worker prints to this file until its first call, when it opens the output file.
         with tempfile.TemporaryFile() as early_prints:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rollout.grading.worker", str(worker_end)],
+                [*program.command, str(worker_end), str(self.notes)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=early_prints,
-                pass_fds=[worker_end],
+                pass_fds=[worker_end, self.notes],
                 start_new_session=True,
-                env=worker_environment(settings["env"]),
+                env=program.environment,
             )
         os.close(worker_end)
         # A worker that does not read must not block this process for ever: see send().
@@ -211,6 +234,8 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
+        self.last_call = int.from_bytes(os.pread(self.notes, NOTE_BYTES, 0), sys.byteorder)
+        os.close(self.notes)
         os.close(self.lifeline)
         self.process.stdout.close()
         with contextlib.suppress(BrokenPipeError):

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from common import plugins
+from common import imports, plugins
 from config import InputError, load
 from rl import models
 from rl.collecting import collect
@@ -97,7 +97,7 @@ def test_an_estimator_is_called_with_the_values_of_its_inputs(configure, tmp_pat
     fields["rollout_log_probs"] = torch.full((num_tokens,), 4.0)
     mask = fields["loss_mask"].tolist()
     set_advantages(config, samples, whole(samples), 0.0)
-    seen = dict(plugins.import_file(tmp_path / "my.py").SEEN)
+    seen = dict(imports.import_file(tmp_path / "my.py").SEEN)
     assert tensors_of(seen) == {
         "rewards": [0, 0, 3, 0, 0, 0, 5],
         "mask": mask,
@@ -122,7 +122,7 @@ def test_a_policy_loss_is_called_with_the_values_of_its_inputs(configure, tmp_pa
     fields = {name: [float(number), -1.0] for number, name in enumerate(names, 10)}
     weights = {"loss_weight": [0.5, 0.0], "token_weight": [0.5, 0.0]}
     loss_of_two_tokens(config, **fields, **weights)
-    seen = dict(plugins.import_file(tmp_path / "my.py").SEEN)
+    seen = dict(imports.import_file(tmp_path / "my.py").SEEN)
     assert tensors_of(seen) == fields | {
         "log_probs": [-1.5, -0.5],
         "rollout_log_probs": [-1.5, -0.5],

@@ -1,0 +1,193 @@
+"""The program of an episode worker. It plays episodes for rollout/episodes/runner.py.
+
+It plays many episodes at once, in one event loop. It needs only the standard library, because it
+may run in another Python environment (rollout.episode_python).
+"""
+
+import asyncio
+import inspect
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+
+from common.errors import InputError
+from common.imports import import_from_module, import_function, path_of
+from rollout.episodes.client import LLM, EpisodeLimit
+from rollout.episodes.environments import EnvironmentPlayer
+from rollout.episodes.threads import call
+from rollout.grading.program import OutputFile, limit_memory, serve_async, start
+from rollout.grading.scores import read_score
+
+ROOT = str(Path(__file__).parents[2])
+NO_CALL = 0
+
+
+def main(lifeline: int, notes: int) -> None:
+    """Play episodes until standard input ends.
+
+    The first request contains the settings, which EpisodeRunner describes.
+    """
+    os.set_inheritable(notes, False)
+    channel = start(lifeline)
+    settings = channel.read()
+    limit_memory(int(settings["memory_gib"] * 2**30))
+    hide_project()
+    try:
+        player = Player(settings, notes)
+    except InputError as error:
+        channel.reply(settings["token"], error=str(error))
+        return
+    channel.reply(settings["token"], is_environment=player.is_environment, notice=player.notice)
+    asyncio.run(serve_async(channel, player.respond))
+
+
+def hide_project() -> None:
+    """Let modules of the user take precedence over ours of the same name, such as `data`."""
+    sys.path.remove(ROOT)
+    sys.path.append(ROOT)
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "common":
+            del sys.modules[name]
+    python_path = os.environ["PYTHONPATH"].split(os.pathsep)
+    python_path.remove(ROOT)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*python_path, ROOT])
+
+
+class Player:
+    """The user's function or class, which plays episodes.
+
+    Attributes:
+        is_environment: whether it is a class, of which each episode uses an object.
+        notice: a line about how it is called, or "".
+    """
+
+    def __init__(self, settings: dict, notes: int):
+        self.settings = settings
+        self.notes = notes
+        self.output = OutputFile(settings["output"])
+        self.name = f"rollout.episode={settings['episode']}"
+        function = find(self.name, settings["episode"])
+        self.is_environment = inspect.isclass(function)
+        try:
+            player_type = EnvironmentPlayer if self.is_environment else FunctionPlayer
+            player = player_type(function)
+        except ValueError as error:  # inspect cannot read functions that are written in C
+            raise InputError(f"{self.name}: {error}") from error
+        self.play = player.play
+        self.notice = f"{self.name}: {player.notice}" if player.notice else ""
+
+    async def respond(self, request: dict) -> dict:
+        return {"answers": [await self.answer(request)]}
+
+    async def answer(self, request: dict) -> dict:
+        """Play an episode.
+
+        Returns:
+            {"score", "parts"}; {"limit": code} if EpisodeLimit has left the user's function; or
+            {"kind", "trace"} for a failure.
+        """
+        seconds = self.settings["timeout"]
+        llm = LLM(request["base_url"], request["api_key"])
+        note = partial(self.note, request["number"])
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                self.output.redirect()
+                value = await watch(self.play(request, llm), note, partial(self.note, NO_CALL))
+        except EpisodeLimit as error:
+            return {"limit": error.code}
+        except BaseException as error:  # sys.exit() in the function must not end the worker
+            if limit.expired():
+                trace = place_of(error) + f"took more than {seconds:g} s"
+                return {"kind": "timed out", "trace": trace}
+            return {"kind": "raised", "trace": traceback.format_exc()}
+        return read_score(value, self.settings["weights"])
+
+    def note(self, number: int) -> None:
+        """Note which call's code runs now. If it blocks or ends this process, it is known."""
+        os.pwrite(self.notes, number.to_bytes(8, sys.byteorder), 0)
+
+
+class FunctionPlayer:
+    """A function that plays an episode: `async def solve(row, llm)`.
+
+    It gets the arguments that it has parameters for. A function that is not async runs in a thread.
+    """
+
+    notice = ""
+
+    def __init__(self, function: Callable):
+        parameters = inspect.signature(function).parameters.values()
+        self.function = function
+        self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        self.names = {p.name for p in parameters}
+        required = [p for p in parameters if is_required(p)]
+        unknown = [
+            p.name for p in required if p.name not in ("row", "llm") or p.kind == p.POSITIONAL_ONLY
+        ]
+        if unknown:
+            raise InputError(
+                f"its parameter {', '.join(unknown)} is unknown: an episode takes row and llm, as "
+                "in `async def solve(row, llm)`; read other values from the row"
+            )
+        if not self.takes_all and "llm" not in self.names:
+            raise InputError(
+                "it has no parameter llm, so it cannot call the model: write it as "
+                "`async def solve(row, llm)`"
+            )
+
+    async def play(self, request: dict, llm: LLM):
+        arguments = {"row": request["row"], "llm": llm}
+        if not self.takes_all:
+            arguments = {name: arguments[name] for name in self.names & arguments.keys()}
+        return await call(self.function, **arguments)
+
+
+def is_required(parameter: inspect.Parameter) -> bool:
+    is_variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    return parameter.default is parameter.empty and not is_variadic
+
+
+def find(setting: str, name: str) -> Callable:
+    """Import path/to/file.py:name, or package.module:name from the working directory or sys.path.
+
+    The modules beside the file take precedence over ours.
+    """
+    is_file = ".py:" in name or name.endswith(".py") or ":" not in name
+    directory = str(path_of(name).parent) if is_file else os.getcwd()
+    sys.path.insert(sys.path.index(ROOT), directory)
+    if is_file:
+        return import_function(setting, name, known=())
+    return import_from_module(setting, name)
+
+
+@types.coroutine
+def watch(coroutine: Coroutine, enter: Callable, leave: Callable):
+    """Await a coroutine, and call enter() and leave() before and after each of its steps."""
+    step = partial(coroutine.send, None)
+    while True:
+        enter()
+        try:
+            awaited = step()
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            leave()
+        try:
+            value = yield awaited
+            step = partial(coroutine.send, value)
+        except BaseException as error:
+            step = partial(coroutine.throw, error)
+
+
+def place_of(error: BaseException) -> str:
+    """Return the traceback of the code that was cancelled, without the error itself."""
+    cancelled = error.__cause__ or error
+    return "".join(traceback.format_tb(cancelled.__traceback__))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
