@@ -110,9 +110,9 @@ class EnvironmentPlayer:
 
 
 def is_object(text: str) -> bool:
-    """Return whether a text is a JSON object."""
+    """Return whether a text is a JSON object, or empty."""
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(json.loads(text or "{}"), dict)
     except ValueError:
         return False
 

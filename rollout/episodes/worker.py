@@ -180,7 +180,8 @@ def watch(coroutine: Coroutine, enter: Callable, leave: Callable):
             value = yield awaited
             step = partial(coroutine.send, value)
         except BaseException as error:
-            step = partial(coroutine.throw, error)
+            # Without this frame, which would come last in the traceback.
+            step = partial(coroutine.throw, error.with_traceback(None))
 
 
 def place_of(error: BaseException) -> str:

@@ -1,0 +1,850 @@
+"""Episodes in worker processes: rewards, limits, failures that stay with their episode, classes."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+from transformers.utils import get_json_schema
+
+from config import InputError, load
+from rollout.episodes.runner import EpisodeRunner, Limit
+from rollout.episodes.schemas import SchemaError, tool_schema
+from rollout.grading.grader import Reward
+
+ROOT = Path(__file__).parents[2]
+SLACK = 60.0
+LIMIT = 1.5
+
+
+# -- a server with the gateway's routes ------------------------------------------------------------
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers a chat with the script in its last message, which is JSON, or with an echo.
+
+    A script is a list of turns; the number of assistant turns so far chooses one. It may be
+    {"tool_calls": [[name, arguments], ...]}, {"content", "reasoning"}, {"status", "error"} or
+    {"sleep": seconds}.
+    """
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        key = self.headers["Authorization"].removeprefix("Bearer ")
+        self.server.requests.append(SimpleNamespace(path=self.path, key=key, body=body))
+        if key not in self.server.keys:
+            self.send(401, {"error": {"message": f"unknown key {key}", "type": "invalid"}})
+        elif self.path == "/v1/rewards":
+            self.send(200, {})
+        elif self.path == "/inference/v1/generate":
+            ids = [i + 1 for i in body["token_ids"]]
+            content = [{"token": str(i), "logprob": -i / 2} for i in ids]
+            choice = {"token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
+            self.send(200, {"choices": [choice]})
+        elif self.path == "/v1/chat/completions":
+            self.chat(body["messages"])
+
+    def chat(self, messages):
+        users = [m for m in messages if m["role"] == "user"]
+        try:
+            script = json.loads(users[0]["content"].partition("\n")[0])
+            turn = script[sum(m["role"] == "assistant" for m in messages)]
+        except (ValueError, TypeError, IndexError):
+            turn = {"content": users[-1]["content"]}
+        if "status" in turn:
+            return self.send(turn["status"], {"error": turn["error"]})
+        time.sleep(turn.get("sleep", 0))
+        message = {"role": "assistant", "content": turn.get("content")}
+        if "reasoning" in turn:
+            message["reasoning"] = turn["reasoning"]
+        calls = [
+            {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": text}}
+            for i, (name, text) in enumerate(turn.get("tool_calls", []))
+        ]
+        if calls:
+            message["tool_calls"] = calls
+        finish_reason = "tool_calls" if calls else "stop"
+        choice = {"message": message, "finish_reason": finish_reason, "token_ids": [1, 2, 3]}
+        self.send(200, {"choices": [choice]}, is_chunked=len(messages) % 2 == 0)
+
+    def send(self, status, answer, is_chunked=False):
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        if is_chunked:
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for part in (body[:5], body[5:]):
+                self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+            self.wfile.write(b"0\r\n\r\n")
+        else:
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 256
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.keys = {}  # key -> the index of its episode
+        self.requests = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def new_key(self, i):
+        key = f"key-{i}-{len(self.keys)}"
+        self.keys[key] = i
+        return key
+
+    def attempts(self, i):
+        """Return the keys of an episode, in order."""
+        return [key for key, index in self.keys.items() if index == i]
+
+
+@pytest.fixture
+def server():
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """Return a function that makes an EpisodeRunner."""
+
+    def make(episode, *overrides, workers=1, timeout=SLACK, startup_timeout=300.0):
+        config = load(
+            "ppo.yaml",
+            [
+                "model.path=unused",
+                "data.train_files=unused",
+                f"output_dir={tmp_path_factory.mktemp('out')}",
+                f"rollout.episode={episode}",
+                f"rollout.episode_workers={workers}",
+                f"rollout.episode_timeout={timeout}",
+                *overrides,
+            ],
+        )
+        return EpisodeRunner(config, startup_timeout)
+
+    return make
+
+
+def play(runner, server, rows, **options):
+    return runner.play(rows, range(len(rows)), server.url, server.new_key, **options)
+
+
+def script(*turns):
+    return json.dumps(turns)
+
+
+# -- functions -------------------------------------------------------------------------------------
+
+FILE = """
+import asyncio, os, signal, sys, time
+import urllib.request
+from pathlib import Path
+from rollout.episodes.client import EpisodeLimit, LLMError
+
+async def solve(row, llm):
+    behave = row.get("behave")
+    if behave == "raise":
+        return 1 / row["zero"]
+    if behave == "leave":
+        sys.exit(3)
+    if behave == "hang":
+        await asyncio.sleep(600)
+    if behave == "stubborn":
+        while True:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                pass
+    if row.get("meet"):         # end the process only when all others are in flight
+        while len(list(Path(row["meet"]).iterdir())) < row["size"]:
+            Path(row["meet"], str(row["i"])).touch()
+            await asyncio.sleep(0.01)
+    if behave == "block":
+        time.sleep(600)
+    if behave == "exit":
+        os._exit(3)
+    if behave == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behave == "task exits":
+        async def leave():
+            os._exit(4)
+        await asyncio.create_task(leave())
+    if behave == "print":
+        os.write(1, b"x" * 2**20)
+        print("y" * 2**20, flush=True)
+    if behave == "forge":
+        answers = b'{"answers": [{"score": 99.0, "parts": {}}], "token": "0123456789abcdef"}\\n'
+        for descriptor in range(3, 64):
+            try:
+                if "pipe" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                    os.write(descriptor, answers)
+            except OSError:
+                pass
+    if row.get("wait"):
+        await asyncio.sleep(row["wait"])
+    if "value" in row:
+        return eval(row["value"])
+    reply = await llm.chat([{"role": "user", "content": row["text"]}])
+    return len(reply.content)
+
+async def several_turns(row, llm):
+    messages = [{"role": "user", "content": row["script"]}]
+    reply = await llm.chat(messages, tools=[{"name": "add"}], max_tokens=7, stop=["x"], seed=3)
+    (call,) = reply.tool_calls
+    assert (call.id, call.name, call.arguments) == ("call_0", "add", {"a": 1, "b": 2})
+    assert (reply.content, reply.finish_reason, reply.token_ids) == ("", "tool_calls", [1, 2, 3])
+    result = str(sum(call.arguments.values()))
+    messages += [reply.message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+    await llm.reward(0.25)
+    reply = await llm.chat(messages)
+    assert reply.reasoning == "so" and not reply.tool_calls
+    generation = await llm.generate([1, 2, 3], max_tokens=4, logprobs=1)
+    assert generation.token_ids == [2, 3, 4] and generation.log_probs == [-1.0, -1.5, -2.0]
+    return {"last": float(reply.content), "of_three": 3}
+
+async def limited(row, llm):
+    try:
+        await llm.chat([{"role": "user", "content": row["script"]}])
+    except EpisodeLimit as limit:
+        if row["catch"]:
+            return len(limit.code)
+        raise
+    except LLMError as error:
+        assert error.status == 400
+        return {"error": len(str(error))}
+
+def without_async(llm, row):
+    url = f"{llm.base_url}/chat/completions"
+    body = b'{"messages": [{"role": "user", "content": "hello"}]}'
+    headers = {"Authorization": f"Bearer {llm.api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, body, headers)
+    time.sleep(row["seconds"])
+    return float(b"hello" in urllib.request.urlopen(request).read())
+
+async def environment(row, llm):
+    return {"secret": "JUDGE_KEY" in os.environ, "other": "OTHER_SECRET" in os.environ,
+            "loopback": "127.0.0.1" in os.environ["no_proxy"]}
+
+async def allocate(row, llm):
+    return len(bytearray(row["num_bytes"]))
+
+async def wrong(rows, llm, answer, times=2):
+    return 0
+
+async def no_llm(row):
+    return 0
+
+async def positional(row, llm, /):
+    return 0
+
+async def everything(**arguments):
+    return len(arguments["row"]) + len(arguments["llm"].api_key)
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "agent.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_rewards_are_numbers_or_named_parts_in_order(make, file, server):
+    with closing(make(f"{file}:solve", workers=2)) as runner:
+        rows = [{"text": "a" * i, "wait": (i * 7 % 5) / 50} for i in range(1, 20)]
+        assert play(runner, server, rows) == [Reward(float(i), {}) for i in range(1, 20)]
+        assert play(runner, server, []) == []
+        values = ["{'a': 1, 'b': True}", "'1'", "float('nan')", "None", "{'a': 1}"]
+        rows = [{"value": value} for value in values]
+        items = [("", "", row) for row in rows]
+        results = runner.check_parts(items, play(runner, server, rows))
+    assert results[0] == Reward(2.0, {"a": 1.0, "b": 1.0})
+    assert runner.parts == ["a", "b"]
+    assert [r.kind for r in results[1:]] == ["not a number"] * 3 + ["different parts"]
+    assert results[4].row == {"value": "{'a': 1}"}
+
+
+def test_weights_apply_to_parts(make, file, server):
+    with closing(make(f"{file}:solve", "reward.weights={a: 2}")) as runner:
+        results = play(runner, server, [{"value": "{'a': 1, 'b': 5}"}, {"value": "{'b': 5}"}])
+    assert results[0] == Reward(2.0, {"a": 1.0, "b": 5.0})
+    assert results[1].kind == "missing part"
+
+
+def test_an_episode_of_several_turns(make, file, server):
+    turns = script(
+        {"tool_calls": [["add", '{"a": 1, "b": 2}']]}, {"content": "3", "reasoning": "so"}
+    )
+    with closing(make(f"{file}:several_turns")) as runner:
+        (reward,) = play(runner, server, [{"script": turns}])
+    assert reward == Reward(6.0, {"last": 3.0, "of_three": 3.0})
+    paths = [request.path for request in server.requests]
+    chat = "/v1/chat/completions"
+    assert paths == [chat, "/v1/rewards", chat, "/inference/v1/generate"]
+    first = server.requests[0].body
+    assert first.keys() == {"messages", "tools", "max_tokens", "stop", "seed"}
+    assert server.requests[1].body == {"reward": 0.25}
+    assert server.requests[2].body.keys() == {"messages"}
+    expected = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4, "logprobs": 1}}
+    assert server.requests[3].body == expected
+
+
+@pytest.mark.parametrize("limit_score", [None, -0.5])
+def test_a_limit_that_leaves_the_function_is_not_a_failure(make, file, server, limit_score):
+    error = {"type": "episode_limit", "code": "max_turns", "message": "after 3 turns"}
+    turns = script({"status": 400, "error": error})
+    overrides = [] if limit_score is None else [f"rollout.limit_score={limit_score}"]
+    with closing(make(f"{file}:limited", *overrides)) as runner:
+        rows = [{"script": turns, "catch": False}, {"script": turns, "catch": True}]
+        results = play(runner, server, rows)
+    assert results == [Limit("max_turns", limit_score), Reward(9.0, {})]
+
+
+def test_an_error_of_the_server_has_its_message_in_one_line(make, file, server):
+    error = {"type": "invalid_request_error", "message": "set\n  rollout.top_p"}
+    with closing(make(f"{file}:limited")) as runner:
+        (reward,) = play(runner, server, [{"script": script({"status": 400, "error": error})}])
+    assert reward.parts == {"error": len("set rollout.top_p")}
+
+
+def test_a_request_after_the_draw_is_rejected(make, file, server):
+    with closing(make(f"{file}:solve")) as runner:
+        (failure,) = runner.play([{"text": "a"}], [0], server.url, lambda i: "old")
+    assert failure.kind == "raised"
+    line = (
+        FILE.split("\n").index(
+            '    reply = await llm.chat([{"role": "user", "content": row["text"]}])'
+        )
+        + 1
+    )
+    summary = f"raised: rollout.episodes.client.LLMError: unknown key old ({file}:{line})"
+    assert failure.summary == summary
+
+
+def test_the_gateway_may_be_gone(make, file, server):
+    with closing(make(f"{file}:solve")) as runner:
+        (failure,) = runner.play([{"text": "a"}], [0], "http://127.0.0.1:9/v1", server.new_key)
+    assert failure.kind == "raised"
+    assert "ConnectionRefusedError" in failure.trace
+
+
+def test_functions_that_raise_or_hang_fail_alone(make, file, server):
+    rows = [{"text": "a"}, {"behave": "raise", "zero": 0}, {"behave": "hang"}, {"behave": "leave"}]
+    with closing(make(f"{file}:solve", timeout=LIMIT)) as runner:
+        (worker,) = runner.idle
+        good, raised, hung, left = play(runner, server, [*rows])
+        assert runner.idle == [worker], "no process was killed"
+    assert good == Reward(1.0, {})
+    assert (raised.kind, raised.row) == ("raised", rows[1])
+    assert re.match(r"raised: ZeroDivisionError: .* \(.*agent.py:10\)$", raised.summary)
+    assert hung.kind == "timed out"
+    assert hung.summary == f"timed out: took more than 1.5 s ({file}:14)", "where it waited"
+    assert "SystemExit: 3" in left.trace
+    assert [server.attempts(i) for i in range(4)] == [
+        ["key-0-0"],
+        ["key-1-1"],
+        ["key-2-2"],
+        ["key-3-3"],
+    ]
+
+
+ENDINGS = {
+    "exit": ("died", "ended with exit code 3"),
+    "task exits": ("died", "ended with exit code 4"),
+    "killed": ("died", "ended by signal SIGKILL (out of memory?)"),
+    "forge": ("forged", "wrote to the pipe for answers"),
+    "block": ("timed out", "took more than 6.5 s"),
+}
+
+
+@pytest.mark.parametrize("behave", ENDINGS)
+def test_episodes_beside_one_that_ends_its_worker_are_repeated(
+    make, file, server, tmp_path, behave
+):
+    meet = {"meet": str(tmp_path), "size": 8}
+    rows = [{"text": "a" * i, "i": i, "wait": 0.5, **meet} for i in range(8)]
+    rows[5]["behave"] = behave
+    with closing(make(f"{file}:solve", timeout=LIMIT)) as runner:
+        results = play(runner, server, rows)
+    failure = results.pop(5)
+    assert (failure.kind, failure.trace) == ENDINGS[behave]
+    assert failure.row == rows[5]
+    assert results == [Reward(float(i), {}) for i in (0, 1, 2, 3, 4, 6, 7)]
+    num_attempts = [len(server.attempts(i)) for i in range(8)]
+    if behave in ("exit", "killed", "block"):
+        assert num_attempts == [2] * 8, "the episode whose code ran is repeated alone"
+    assert min(num_attempts) == 2
+    assert num_attempts[5] <= 4, "halves of eight episodes"
+    keys = [request.key for request in server.requests]
+    assert len(set(keys)) == len(keys) == 7
+
+
+def test_a_function_that_cannot_be_cancelled_is_killed(make, file, server):
+    with closing(make(f"{file}:solve", timeout=LIMIT)) as runner:
+        results = play(runner, server, [{"behave": "stubborn"}, {"text": "ab"}])
+    assert (results[0].kind, results[0].trace) == ("timed out", "took more than 6.5 s")
+    assert results[1] == Reward(2.0, {})
+
+
+def test_episodes_may_write_a_lot(make, file, server, capfd):
+    with closing(make(f"{file}:solve")) as runner:
+        rows = [{"behave": "print", "text": "ab"}, {"text": "abc"}]
+        assert play(runner, server, rows) == [Reward(2.0, {}), Reward(3.0, {})]
+        output = Path(runner.settings["output"])
+    assert output.parts[-2:] == ("reward_output", "rank_0.txt")
+    assert output.stat().st_size >= 2 * 2**20
+    assert capfd.readouterr() == ("", "")
+
+
+def test_many_episodes_wait_at_the_same_time(make, file, server):
+    with closing(make(f"{file}:solve", "rollout.max_concurrent_episodes=64")) as runner:
+        start = time.monotonic()
+        results = play(runner, server, [{"value": "1", "wait": 0.2}] * 64)
+        assert time.monotonic() - start < 0.5 * 64 * 0.2
+    assert results == [Reward(1.0, {})] * 64
+
+
+def test_no_more_episodes_than_max_concurrent_episodes_play_at_once(make, file, server):
+    settings = ["rollout.max_concurrent_episodes=3"]
+    with closing(make(f"{file}:solve", *settings, workers=2)) as runner:
+        assert runner.concurrency == 2
+    with closing(make(f"{file}:solve", *settings)) as runner:
+        start = time.monotonic()
+        play(runner, server, [{"value": "1", "wait": 0.5}] * 6)
+        assert time.monotonic() - start > 1.0
+
+
+def test_no_episodes_begin_after_too_many_failures(make, file, server):
+    rows = [{"behave": "raise", "zero": 0}] * 3 + [{"behave": "hang"}] * 20
+    with closing(make(f"{file}:solve", "rollout.max_concurrent_episodes=1")) as runner:
+        results = play(runner, server, rows, max_failures=2)
+    assert [r.kind for r in results[:3]] == ["raised"] * 3
+    assert results[3:] == [None] * 20
+
+
+def test_a_function_that_is_not_async_runs_in_threads(make, file, server):
+    with closing(make(f"{file}:without_async", timeout=LIMIT)) as runner:
+        start = time.monotonic()
+        rows = [{"seconds": 0.5}] * 20 + [{"seconds": 600}]
+        *results, slow = play(runner, server, rows)
+        assert time.monotonic() - start < 8
+    assert results == [Reward(1.0, {})] * 20
+    assert (slow.kind, slow.summary) == ("timed out", "timed out: took more than 1.5 s")
+
+
+def test_secrets_reach_an_episode_only_if_reward_env_names_them(make, file, server, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    monkeypatch.setenv("OTHER_SECRET", "secret")
+    for overrides, seen in (([], 0.0), (["reward.env=[JUDGE_KEY]"], 1.0)):
+        with closing(make(f"{file}:environment", *overrides)) as runner:
+            (reward,) = play(runner, server, [{}])
+        assert reward.parts == {"secret": seen, "other": 0.0, "loopback": 1.0}
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(InputError, match="reward.env names JUDGE_KEY, which is not set"):
+        make(f"{file}:environment", "reward.env=[JUDGE_KEY]")
+
+
+def test_a_worker_has_a_memory_limit(make, file, server):
+    with closing(make(f"{file}:allocate", "reward.memory_gib=0.5")) as runner:
+        small, large = play(runner, server, [{"num_bytes": 2**20}, {"num_bytes": 2**30}])
+    assert small == Reward(2.0**20, {})
+    assert "MemoryError" in large.trace
+
+
+# -- finding and checking the function -------------------------------------------------------------
+
+REJECTED = {
+    "agent.py:wrong": (
+        "agent.py:wrong: its parameter rows, answer is unknown: an episode takes row and llm"
+    ),
+    "agent.py:no_llm": "it has no parameter llm, so it cannot call the model",
+    "agent.py:positional": "its parameter row, llm is unknown",
+    "agent.py:solv": "has no function 'solv'; the nearest is agent.py:solve",
+    "nowhere.py:f": "nowhere.py: no such file",
+    "agent": "must be path/to/file.py:name",
+    "not_there.agent:f": "not_there.agent cannot be imported: ModuleNotFoundError",
+    "json:load_all": "json has no function 'load_all'; the nearest is json:load",
+    "broken.py:f": "broken.py:2 cannot be imported: ZeroDivisionError",
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_function_that_cannot_play_is_an_error_at_once(make, file, monkeypatch, name):
+    monkeypatch.chdir(file.parent)
+    (file.parent / "broken.py").write_text("\n1 / 0\n")
+    with pytest.raises(InputError) as raised:
+        make(name)
+    message = str(raised.value)
+    assert message.startswith(f"rollout.episode={name}")
+    assert REJECTED[name] in message
+    assert "\n" not in message
+
+
+def test_a_module_of_the_working_directory_and_its_neighbours(make, server, tmp_path, monkeypatch):
+    """Modules of the user take precedence over ours, and any parameter may be taken."""
+    package = tmp_path / "games"
+    package.mkdir()
+    (package / "chess.py").write_text("import data, common.moves\n" + FILE)
+    (tmp_path / "data.py").write_text("")
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/__init__.py").write_text("")
+    (tmp_path / "common/moves.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for name in ("games.chess:everything", "games/chess.py:everything"):
+        if name.startswith("games/"):
+            (package / "data.py").write_text("")
+            (tmp_path / "common").rename(package / "common")
+        with closing(make(name)) as runner:
+            (reward,) = runner.play([{"a": 1}], [0], server.url, lambda i: "12345")
+        assert reward == Reward(6.0, {})
+
+
+def test_another_interpreter_without_packages(make, file, server, tmp_path):
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    python = venv / "bin/python"
+    text = (
+        "import sys\n"
+        "async def where(row, llm):\n"
+        "    reply = await llm.chat([{'role': 'user', 'content': 'abc'}])\n"
+        "    packages = {'omegaconf', 'numpy', 'torch'} & set(sys.modules)\n"
+        "    try:\n"
+        "        import omegaconf\n"
+        "    except ImportError:\n"
+        "        packages.add('none')\n"
+        "    assert packages == {'none'}\n"
+        f"    return len(reply.content) + (sys.prefix == {str(venv)!r})\n"
+    )
+    (tmp_path / "where.py").write_text(text)
+    with closing(make(f"{tmp_path}/where.py:where", f"rollout.episode_python={python}")) as runner:
+        assert play(runner, server, [{}]) == [Reward(4.0, {})]
+
+
+def test_an_interpreter_that_cannot_be_used_is_an_error(make, file, tmp_path):
+    with pytest.raises(InputError, match="rollout.episode_python=/no/python cannot be run"):
+        make(f"{file}:solve", "rollout.episode_python=/no/python")
+    old = tmp_path / "python"
+    old.write_text("#!/bin/sh\necho 3 9\n")
+    old.chmod(0o755)
+    with pytest.raises(InputError, match="is 3.9: use Python 3.11 or newer"):
+        make(f"{file}:solve", f"rollout.episode_python={old}")
+
+
+def test_the_worker_needs_only_the_standard_library():
+    code = (
+        "import sys; import rollout.episodes.worker; "
+        "names = {m.partition('.')[0] for m in sys.modules} - set(sys.stdlib_module_names); "
+        "print(sorted(n for n in names if not n.startswith('_')))"
+    )
+    command = [sys.executable, "-S", "-c", code]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert out.stdout.strip() == "['common', 'rollout']", out.stderr
+
+
+# -- classes of TRL's contract ---------------------------------------------------------------------
+
+ENVIRONMENTS = '''
+import asyncio, time
+
+class Counter:
+    """Counts."""
+
+    def __init__(self):
+        self.resets = 0
+
+    def reset(self, start: int, **row) -> str | None:
+        self.total = start
+        self.resets += 1
+        return row.get("hint")
+
+    def add(self, number: int) -> int:
+        """Add a number.
+
+        Args:
+            number: The number.
+        """
+        self.total += number
+        return self.total
+
+    async def fail(self, why: str = "bad") -> str:
+        """Fail.
+
+        Args:
+            why: The reason.
+        """
+        raise ValueError(why)
+
+    def slow(self) -> list:
+        """Wait, and return content parts."""
+        time.sleep(0.3)
+        return [{"type": "text", "text": str(self.total)}]
+
+    def _private(self):
+        return 0
+
+    @property
+    def broken(self):
+        raise RuntimeError
+
+    async def get_reward(self):
+        return {"total": self.total, "resets": self.resets}
+
+class Attribute:
+    async def reset(self, start, other=None):
+        self.reward = start
+
+class Neither:
+    def reset(self, **row):
+        pass
+
+class NoReset:
+    def act(self):
+        """Act."""
+
+class NoHint:
+    def reset(self, **row):
+        pass
+
+    def act(self, where):
+        """Act.
+
+        Args:
+            where: Place.
+        """
+'''
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "environments.py"
+    path.write_text(ENVIRONMENTS)
+    return path
+
+
+def conversation(text, **columns):
+    return {"messages": [{"role": "user", "content": text}], "start": 10, **columns}
+
+
+def test_a_class_plays_until_the_model_calls_no_tool(make, environments, server):
+    calls = [
+        ["add", '{"number": 5}'],
+        ["fail", "{}"],
+        ["add", '{"number": 2}'],
+        ["unknown", "{}"],
+        ["add", "[5"],
+        ["add", '{"count": 2}'],
+        ["slow", ""],
+        ["slow", "{}"],
+    ]
+    turns = script({"tool_calls": calls}, {"tool_calls": calls[:1]}, {"content": "done"})
+    with closing(make(f"{environments}:Counter")) as runner:
+        assert runner.notice.endswith("Counter: its tools are add, fail, slow")
+        (reward,) = play(runner, server, [conversation(turns, hint="\nBegin.")])
+        assert reward == Reward(23.0, {"total": 22.0, "resets": 1.0})
+        (again,) = play(runner, server, [conversation("no tools")])
+        assert again == Reward(12.0, {"total": 10.0, "resets": 2.0}), "the object is used again"
+    first, second, third, fourth = [request.body for request in server.requests]
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["add", "fail", "slow"]
+    assert first["messages"] == [{"role": "user", "content": f"{turns}\nBegin."}]
+    assert fourth["messages"] == [{"role": "user", "content": "no tools"}]
+    user, assistant, *results = second["messages"]
+    assert [call["function"]["name"] for call in assistant["tool_calls"]] == [c[0] for c in calls]
+    assert [result["tool_call_id"] for result in results] == [f"call_{i}" for i in range(8)]
+    assert {result["role"] for result in results} == {"tool"}
+    unexpected = "error: Counter.add() got an unexpected keyword argument 'count'"
+    assert [result["content"] for result in results] == [
+        "15",
+        "error: bad",
+        "17",
+        "error: Tool unknown not found.",
+        "error: the arguments are not a JSON object: [5",
+        unexpected,
+        [{"type": "text", "text": "17"}],
+        [{"type": "text", "text": "17"}],
+    ]
+    assert third["messages"][-1]["content"] == "22"
+
+
+def test_episodes_of_a_class_play_at_the_same_time_with_objects_of_their_own(
+    make, environments, server
+):
+    turns = script({"tool_calls": [["slow", "{}"], ["add", '{"number": 1}']]}, {"content": "done"})
+    with closing(make(f"{environments}:Counter")) as runner:
+        start = time.monotonic()
+        results = play(runner, server, [conversation(turns, start=i) for i in range(32)])
+        assert time.monotonic() - start < 0.5 * 32 * 0.3
+    assert [result.parts["total"] for result in results] == [i + 1.0 for i in range(32)]
+
+
+def test_a_reward_may_be_an_attribute_but_not_missing(make, environments, server):
+    with closing(make(f"{environments}:Attribute")) as runner:
+        assert play(runner, server, [conversation("q")]) == [Reward(10.0, {})]
+        assert "tools" not in server.requests[0].body
+    with closing(make(f"{environments}:Neither")) as runner:
+        (failure,) = play(runner, server, [conversation("q")])
+    assert "Neither has neither get_reward() nor the attribute reward" in failure.trace
+
+
+def test_a_limit_ends_an_episode_of_a_class(make, environments, server):
+    error = {"type": "episode_limit", "code": "max_episode_tokens", "message": "m"}
+    turns = script({"tool_calls": [["slow", "{}"]]}, {"status": 400, "error": error})
+    with closing(make(f"{environments}:Counter")) as runner:
+        assert play(runner, server, [conversation(turns)]) == [Limit("max_episode_tokens", None)]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("NoReset", "NoReset: it is a class without the method reset(self, **row)"),
+        ("NoHint", "NoHint: the parameter where of the tool act has no type hint"),
+    ],
+)
+def test_a_class_that_cannot_play_is_an_error_at_once(make, environments, name, message):
+    with pytest.raises(InputError) as raised:
+        make(f"{environments}:{name}")
+    assert message in str(raised.value)
+
+
+class Tools:
+    def plain(self, a: int, b: float, c: str, d: bool) -> str:
+        """Do something plain.
+
+        Over several lines.
+
+        Args:
+            a: The first.
+            b: The second,
+                which goes on: here.
+
+            c: The third (choices: ["tea ", "coffee"])
+            d: The fourth
+        Returns:
+            A text.
+        """
+
+    def defaults(self, a: int = 3, b: str | None = None) -> None:
+        """Do it.
+
+        Args:
+            a: One.
+            b: Two.
+
+        Raises:
+            ValueError: never.
+        """
+
+    async def nested(
+        self,
+        a: list[int],
+        b: dict[str, list[float]],
+        c: tuple[int, str],
+        d: int | str | float,
+        e: list[int] | int,
+    ) -> list[str]:
+        """Nested.
+
+        Args:
+            a: 1
+            b: 2
+            c: 3
+            d: 4
+            e: 5
+        """
+
+    def others(
+        self,
+        f: Literal["x", "y", 3],
+        g: Any,
+        h: list,
+        i: list[dict[str, Any]] | None = None,
+        j: Path = Path(),
+    ):
+        """Others.
+
+        Args:
+            f: 6
+            g: 7
+            h: 8
+            i: 9
+            j: 10
+        """
+
+    def nothing(self):
+        """Take nothing."""
+
+    def no_docstring(self, a: int):
+        pass
+
+    def no_hint(self, a):
+        """Do.
+
+        Args:
+            a: A.
+        """
+
+    def no_description(self, a: int, b: int):
+        """Do.
+
+        Args:
+            a: A.
+        """
+
+    def no_arguments(self, a: int):
+        """Do."""
+
+    def ellipsis(self, a: tuple[int, ...]):
+        """Do.
+
+        Args:
+            a: A.
+        """
+
+
+@pytest.mark.parametrize("name", ["plain", "defaults", "nested", "others", "nothing"])
+def test_schemas_of_tools_are_those_of_transformers(name):
+    method = getattr(Tools(), name)
+    expected = get_json_schema(method)
+    assert tool_schema(getattr(Tools, name)) == expected
+    assert tool_schema(method) == expected
+    assert expected["function"]["description"]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("no_docstring", "the tool no_docstring has no docstring"),
+        ("no_hint", "the parameter a of the tool no_hint has no type hint"),
+        ("no_description", "the tool no_description does not describe the parameter b: add it"),
+        ("no_arguments", "does not describe the parameter a"),
+        ("ellipsis", "the type hint tuple[int, ...] has no equivalent in JSON: use list"),
+    ],
+)
+def test_tools_that_transformers_rejects_have_no_schema(name, message):
+    method = getattr(Tools, name)
+    with pytest.raises(Exception, match="annot|Couldn't|missing|not supported"):
+        get_json_schema(method)
+    with pytest.raises(SchemaError) as raised:
+        tool_schema(method)
+    assert message in str(raised.value)
