@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from common.errors import InputError
+from configs.errors import InputError
 
 
 def import_function(setting: str, name: str, known: Iterable[str]) -> Callable:

@@ -8,7 +8,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
-from common.errors import InputError
+from configs.errors import InputError
 
 CONFIGS = Path(__file__).resolve().parent
 SCRIPTS = ("sft", "ppo")  # train_{script}.py reads configs/{script}.yaml

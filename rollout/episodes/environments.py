@@ -19,7 +19,7 @@ import inspect
 import json
 from collections.abc import Callable
 
-from common.errors import InputError
+from configs.errors import InputError
 from rollout.episodes.client import LLM, ToolCall
 from rollout.episodes.schemas import SchemaError, tool_schema
 from rollout.episodes.threads import call, is_async

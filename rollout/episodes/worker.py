@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 
-from common.errors import InputError
+from configs.errors import InputError
 from common.imports import import_from_module, import_function, path_of
 from rollout.episodes.client import LLM, EpisodeLimit
 from rollout.episodes.environments import EnvironmentPlayer
@@ -50,7 +50,7 @@ def hide_project() -> None:
     sys.path.remove(ROOT)
     sys.path.append(ROOT)
     for name in list(sys.modules):
-        if name.partition(".")[0] == "common":
+        if name.partition(".")[0] in ("common", "configs"):
             del sys.modules[name]
     python_path = os.environ["PYTHONPATH"].split(os.pathsep)
     python_path.remove(ROOT)

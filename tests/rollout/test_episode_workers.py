@@ -560,7 +560,7 @@ def test_the_worker_needs_only_the_standard_library():
     )
     command = [sys.executable, "-S", "-c", code]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert out.stdout.strip() == "['common', 'rollout']", out.stderr
+    assert out.stdout.strip() == "['common', 'configs', 'rollout']", out.stderr
 
 
 # -- classes of TRL's contract ---------------------------------------------------------------------
