@@ -151,7 +151,7 @@ class LLM:
             reasoning=message.get("reasoning") or message.get("reasoning_content"),
             tool_calls=[read_tool_call(call) for call in message.get("tool_calls") or []],
             finish_reason=choice["finish_reason"],
-            token_ids=choice.get("token_ids") or answer.get("token_ids") or [],
+            token_ids=choice["token_ids"],
         )
 
     async def generate(self, token_ids: list[int], **sampling_params) -> Generation:

@@ -41,7 +41,7 @@ from rollout.episodes.requests import (
     read_reward,
 )
 from rollout.episodes.stability import describe_stability
-from rollout.grading.worker import ignore_signals
+from rollout.grading.program import ignore_signals
 from rollout.texts import find_stop
 
 HOST = "127.0.0.1"

@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 
-from configs.errors import InputError
 from common.imports import import_from_module, import_function, path_of
+from configs.errors import InputError
 from rollout.episodes.client import LLM, EpisodeLimit
 from rollout.episodes.environments import EnvironmentPlayer
 from rollout.episodes.threads import call
