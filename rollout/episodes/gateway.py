@@ -294,7 +294,7 @@ class Gateway:
         reply = self.parser.parse(
             text, sampled.token_ids, len(prompt.ids), offered, inputs.arguments
         )
-        episode.session.record(fields.messages, inputs, prompt, reply.message, sampled.token_ids)
+        episode.session.record(fields.messages, prompt, reply.message, sampled.token_ids)
         self.report(episode, fields, reply)
         logprobs = None
         if fields.has_logprobs:

@@ -44,7 +44,6 @@ class State:
     Attributes:
         messages: ends with the reply.
         keys: the messages in the form in which they are compared.
-        inputs_key: tools and template arguments in the form in which they are compared.
         prompt_text: the text that the reply continued.
         reply_ids: the sampled tokens.
         ids: the prompt's ids and the sampled tokens.
@@ -52,7 +51,6 @@ class State:
 
     messages: list[dict]
     keys: list[str]
-    inputs_key: str
     prompt_text: str
     reply_ids: list[int]
     ids: list[int]
@@ -130,7 +128,7 @@ class Session:
             InputError: the template rejects the messages.
         """
         conversation = self.renderer.request(messages, inputs)
-        state = self._longest_state(messages, inputs)
+        state = self._longest_state(messages)
         start = None if state is None else self._end_of_recorded(state, conversation, inputs)
         if start is None:
             return Prompt(conversation.text, self.renderer.ids(conversation))
@@ -138,12 +136,7 @@ class Session:
         return Prompt(conversation.text, ids, len(state.ids))
 
     def record(
-        self,
-        messages: list[dict],
-        inputs: TemplateInputs,
-        prompt: Prompt,
-        reply: dict,
-        reply_ids: list[int],
+        self, messages: list[dict], prompt: Prompt, reply: dict, reply_ids: list[int]
     ) -> None:
         """Record a reply to these messages."""
         messages = [*messages, reply]
@@ -151,23 +144,20 @@ class Session:
             State(
                 messages=messages,
                 keys=[comparable(message) for message in messages],
-                inputs_key=as_key(vars(inputs)),
                 prompt_text=prompt.text,
                 reply_ids=reply_ids,
                 ids=prompt.ids + reply_ids,
             )
         )
 
-    def _longest_state(self, messages: list[dict], inputs: TemplateInputs) -> State | None:
+    def _longest_state(self, messages: list[dict]) -> State | None:
         """Return the longest state whose messages begin these; the latest one if several do."""
         keys = [comparable(message) for message in messages]
-        inputs_key = as_key(vars(inputs))
         longest = None
         for state in self.states:
             num_messages = len(state.keys)
-            if state.inputs_key != inputs_key or keys[:num_messages] != state.keys:
-                continue
-            if longest is None or num_messages >= len(longest.keys):
+            is_prefix = keys[:num_messages] == state.keys
+            if is_prefix and (longest is None or num_messages >= len(longest.keys)):
                 longest = state
         return longest
 

@@ -104,7 +104,7 @@ def differences(renderer: Renderer, made: Made) -> list[str]:
         request = renderer.request(messages[:following], made.inputs)
         text = written_reply(renderer, messages[: reply + 1], made.inputs, prompt, request.text)
         reply_ids = renderer.chat.tokenize(text).ids
-        session.record(messages[:reply], made.inputs, prompt, messages[reply], reply_ids)
+        session.record(messages[:reply], prompt, messages[reply], reply_ids)
         continued = session.prompt(messages[:following], made.inputs)
         difference = ""
         if not continued.num_recorded:

@@ -139,7 +139,7 @@ def test_turns_continue_or_branch(name, kind):
         conversation = renderer.request(following, inputs)
         text = written_reply(renderer, messages[: index + 1], inputs, prompt, conversation.text)
         sampled = chat.tokenize(text).ids
-        session.record(messages[:index], inputs, prompt, messages[index], sampled)
+        session.record(messages[:index], prompt, messages[index], sampled)
         continued = session.prompt(following, inputs)
         own_ids = chat.render(
             conversation.messages,
@@ -168,7 +168,7 @@ def play(session: Session, messages: list[dict], content: str, sampled: list[int
     inputs = session.renderer.inputs(None, {})
     prompt = session.prompt(messages, inputs)
     reply = {"role": "assistant", "content": content, **fields}
-    session.record(messages, inputs, prompt, reply, sampled)
+    session.record(messages, prompt, reply, sampled)
     return [*messages, reply], prompt
 
 
@@ -214,6 +214,55 @@ def test_call_in_other_words_is_kept(renderer):
     rest = "\n<|im_start|>user\n<tool_response>\n1\n</tool_response><|im_end|>\n"
     rest += "<|im_start|>assistant\n"
     assert renderer.chat.decode(continued.ids[continued.num_recorded :]) == rest
+
+
+def test_call_before_late_end_is_kept():
+    """The same where the template ends a turn only when another one follows."""
+    renderer = FAMILIES["glm"].renderer()
+    sampled = renderer.chat.tokenize("<tool_call>add\na: 1</tool_call><|observation|>").ids
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    session = Session(renderer)
+    messages, prompt = play(session, HELLO, None, sampled, tool_calls=[call])
+    result = {"role": "tool", "tool_call_id": "c1", "content": "1"}
+    continued = session.prompt([*messages, result], renderer.inputs(None, {}))
+    assert continued.ids[: continued.num_recorded] == prompt.ids + sampled
+    assert renderer.chat.decode(continued.ids[continued.num_recorded :]) == "\n1<|assistant|>\n"
+
+
+def test_reply_without_thinking_continues():
+    """A call without reasoning continues, though the last message would get an empty block."""
+    renderer = FAMILIES["qwen3"].renderer()
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    sampled = renderer.chat.tokenize(text).ids
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    session = Session(renderer)
+    messages, prompt = play(session, HELLO, None, sampled, tool_calls=[call])
+    inputs = renderer.inputs(None, {})
+    assert not renderer.history(messages, inputs).startswith(prompt.text + text)
+    result = {"role": "tool", "tool_call_id": "c1", "content": "1"}
+    continued = session.prompt([*messages, result], inputs)
+    assert continued.ids[: continued.num_recorded] == prompt.ids + sampled
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"content": "the cat", "reasoning_content": "think"},
+        {"content": "the cat", "thinking": "think", "refusal": None, "annotations": []},
+        {"content": [{"type": "text", "text": "the cat"}], "reasoning": "think"},
+    ],
+)
+def test_reply_in_other_form_is_recognized(renderer, reply):
+    """Clients send the same reply back in different forms."""
+    sampled = renderer.chat.tokenize("think, the cat<|im_end|>").ids
+    session = Session(renderer)
+    play(session, HELLO, "the cat", sampled, reasoning="think")
+    continued = next_prompt(session, [*HELLO, {"role": "assistant", **reply}])
+    assert continued.num_recorded
+    unknown = next_prompt(session, [*HELLO, {"role": "assistant", **reply, "reasoning": "other"}])
+    assert not unknown.num_recorded
 
 
 @pytest.mark.parametrize("content, sampled", [("the cat", "the cat"), ("cat", " cat\n")])
