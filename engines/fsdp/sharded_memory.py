@@ -11,7 +11,7 @@ from data.images.processor import Processor
 from engines.context_parallel import fixed_cp_size
 from engines.fsdp import vision
 from engines.fsdp.attention import gathers_keys
-from engines.fsdp.sharding import is_replicated, is_sharded
+from engines.fsdp.sharding import is_one_unit, is_replicated, is_sharded
 from engines.fsdp.transforms import build_model, uses_compile
 from engines.heads import Head
 from engines.memory import Estimate
@@ -137,8 +137,7 @@ def at_end_of_backward(setup: Setup, start: Estimate) -> Estimate:
     gathered_weights = 0
     unreduced_gradients = 0
     if is_sharded(setup.config, setup.world_size):
-        in_root, _ = root_and_layer(setup.trained, setup.layers)
-        unreduced_gradients = in_root * (setup.compute_bytes + setup.reduce_bytes)
+        unreduced_gradients = last_unreduced_bytes(setup)
         gathered_weights = start.gathered_weights
         if setup.config.engine.reshard_after_forward:
             in_root, _ = root_and_layer(sharded_parameters(setup), setup.layers)
@@ -203,6 +202,18 @@ def unreduced_bytes(setup: Setup) -> float:
     _, in_layer = root_and_layer(setup.trained, setup.layers)
     bytes_in_layer = in_layer * (setup.compute_bytes + setup.reduce_bytes)
     return num_in_matrix * setup.compute_bytes + bytes_in_layer
+
+
+def last_unreduced_bytes(setup: Setup) -> float:
+    """Return the bytes of unreduced gradients at the end of the backward pass.
+
+    These are the gradients outside the layers with a copy that is being reduced. If the whole model
+    is one unit, it is a copy of all gradients.
+    """
+    if is_one_unit(setup.config.engine, setup.world_size):
+        return sum(p.numel() for p in setup.trained) * setup.reduce_bytes
+    in_root, _ = root_and_layer(setup.trained, setup.layers)
+    return in_root * (setup.compute_bytes + setup.reduce_bytes)
 
 
 def activation_bytes_per_token(setup: Setup) -> float:

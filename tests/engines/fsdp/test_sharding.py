@@ -83,6 +83,20 @@ def test_sparing_communication_changes_no_bit(folder, tmp_path, monkeypatch, zer
     assert plain.num_gathers == spared * sparing.num_gathers
 
 
+@pytest.mark.slow
+def test_one_unit_for_the_whole_model_changes_no_bit(folder, tmp_path, monkeypatch):
+    for name in ("whole", "layers"):
+        (tmp_path / name).mkdir()
+    whole = on_ranks(1, tmp_path / "whole", run_step, folder / "qwen3", True)[0]
+    monkeypatch.setattr("engines.fsdp.sharding.is_one_unit", lambda *_: False)
+    layers = on_ranks(1, tmp_path / "layers", run_step, folder / "qwen3", True)[0]
+    assert whole.metrics == layers.metrics
+    for name, weight in layers.weights.items():
+        assert whole.weights[name].equal(weight), name
+    assert whole.num_reductions == 1
+    assert layers.num_reductions > 1
+
+
 def reports_own_group(model: Path, context_parallel_size: int | str) -> bool:
     settings = f"engine.context_parallel_size={context_parallel_size}"
     config = make_config(model.parent, f"model.path={model}", settings)
