@@ -18,6 +18,10 @@ LENGTH = 9  # shorter than a block of the KV cache, so the prefix cache stores n
 # By compute dtype, the largest root mean square difference in nats that rounding can explain. It is
 # larger in bfloat16 than for a model's responses, since distributions after random tokens are flat.
 MAX_GAP = {"float32": 1e-3, "bfloat16": 0.25}
+# The more a model is trained, the further apart are the log-probabilities of random tokens, and
+# rounding errors grow with them. Unrelated log-probabilities would differ by 1.4 times their
+# standard deviation.
+MAX_RELATIVE_GAP = {"float32": 1e-3, "bfloat16": 0.25}
 NUM_SIGMAS = 6  # about one false alarm in 1e7 syncs
 
 
@@ -35,7 +39,7 @@ class Probe:
         self.batch = Batch(ids, torch.arange(0, len(ids) + 1, length))
         self.batch.fields["loss_mask"] = (self.batch.position_ids > 0).float()
         self.temperature = config.rollout.temperature
-        self.max_gap = MAX_GAP[config.engine.compute_dtype]
+        self.dtype = config.engine.compute_dtype
         self.trainer_log_probs: Tensor | None = None
         self.base_log_probs: Tensor | None = None  # without adapters; these never change
 
@@ -75,8 +79,10 @@ class Probe:
         squares_across = (error.square().sum() - error_along.square()).clamp(min=0)
         rounding = (squares_across / (len(error) - 1)).sqrt()
         is_adapter_wrong = error_along.abs() > change_size / 2 + NUM_SIGMAS * rounding
+        max_relative_gap = MAX_RELATIVE_GAP[self.dtype]
+        max_gap = max(MAX_GAP[self.dtype], max_relative_gap * self.trainer_log_probs.std())
         # `not <=`, so that a gap of NaN is an error, too.
-        if not gap <= self.max_gap or is_adapter_wrong:
+        if not gap <= max_gap or is_adapter_wrong:
             applied_share = 1 + error_along / change_size
             raise RuntimeError(
                 "vLLM's log-probabilities differ from the trainer's: by "

@@ -68,6 +68,21 @@ def test_the_largest_gap_depends_on_the_dtype(make_probe, error, is_accepted):
             probe.compare(log_probs)
 
 
+@pytest.mark.parametrize("error, is_accepted", [(0.9, True), (1.1, False)])
+def test_the_largest_gap_grows_with_the_log_probabilities(make_probe, error, is_accepted):
+    """Rounding errors of bfloat16 are relative; a long run makes random tokens very unlikely."""
+    probe = make_probe(0.0, "engine.compute_dtype=bfloat16")
+    spread = torch.linspace(-20, -1, NUM_COMPARED).double()
+    probe.base_log_probs = probe.trainer_log_probs = spread
+    signs = torch.arange(NUM_COMPARED) % 2 * 2 - 1
+    log_probs = spread + signs * error * 0.25 * spread.std()
+    if is_accepted:
+        probe.compare(log_probs)
+        return
+    with pytest.raises(RuntimeError, match="differ from the trainer's: by .* nats"):
+        probe.compare(log_probs)
+
+
 def test_its_tokens_are_fixed_and_fit_into_short_sequences(make_probe):
     probe = make_probe(0.0, "rollout.temperature=0.7")
     assert probe.temperature == 0.7
