@@ -78,15 +78,16 @@ def test_the_page_has_the_results_of_every_recipe(name):
     assert cells[2:] == measured_cells(name)
 
 
+def values_of(run: Run, metric: str) -> list[float]:
+    return [line[metric] for line in run.metrics if metric in line]
+
+
 def measured_cells(name: str) -> list[str]:
     """Return what the page's table says of a recipe, computed from the runs that ended well."""
     runs = [Run(**entry) for entry in json.loads(results(name).read_text())]
     runs = [run for run in runs if run.exit_code == 0]
-    metric = SCORES.get(name, "val/score")
-    scores = [
-        [line[metric] for line in run.metrics if metric in line]
-        for run in sorted(runs, key=lambda run: run.seed)
-    ]
+    runs.sort(key=lambda run: run.seed)
+    scores = [values_of(run, SCORES.get(name, "val/score")) for run in runs]
     seconds = [line["timing/step"] for line in runs[0].metrics if line["step"] > 0]
     one_seed = " (one seed)" if len(runs) == 1 else ""
     return [
