@@ -17,6 +17,7 @@ and is used again: reset() begins each.
 import asyncio
 import inspect
 import json
+from collections import Counter
 from collections.abc import Callable
 
 from configs.errors import InputError
@@ -52,8 +53,12 @@ class EnvironmentPlayer:
         self.notice = f"its tools are {', '.join(self.tools) or 'none'}"
         self._idle = []
 
-    async def play(self, request: dict, llm: LLM):
-        """Play an episode until the model calls no tool, and return its reward."""
+    async def play(self, request: dict, llm: LLM, counts: Counter):
+        """Play an episode until the model calls no tool, and return its reward.
+
+        Args:
+            counts: its "tool_errors" counts the calls whose result is an error.
+        """
         environment = self._idle.pop() if self._idle else await call(self.environment)
         row = request["row"]
         if self.reset_columns is not None:
@@ -65,38 +70,44 @@ class EnvironmentPlayer:
             messages.append(reply.message)
             if not reply.tool_calls:
                 break
-            messages += await self._call_tools(environment, reply.tool_calls)
+            messages += await self._call_tools(environment, reply.tool_calls, counts)
         reward = await self._reward(environment)
         self._idle.append(environment)  # not after an exception: its state is unknown
         return reward
 
-    async def _call_tools(self, environment, calls: list[ToolCall]) -> list[dict]:
+    async def _call_tools(self, environment, calls: list[ToolCall], counts: Counter) -> list[dict]:
         """Return the messages with the results of tool calls, in their order.
 
-        Methods that are async run concurrently, and the others one after another.
+        Methods that are async run concurrently, and the others one after another. The model reads
+        an error as the result.
         """
         turn = asyncio.Lock()
-        results = await asyncio.gather(*[self._call_tool(environment, c, turn) for c in calls])
+
+        async def result_of(tool_call: ToolCall) -> str | list:
+            try:
+                return await self._call_tool(environment, tool_call, turn)
+            except Exception as error:
+                counts["tool_errors"] += 1
+                return f"error: {error}"
+
+        results = await asyncio.gather(*[result_of(tool_call) for tool_call in calls])
         return [
             {"role": "tool", "tool_call_id": c.id, "name": c.name, "content": result}
             for c, result in zip(calls, results, strict=True)
         ]
 
     async def _call_tool(self, environment, tool_call: ToolCall, turn: asyncio.Lock) -> str | list:
-        """Return the result of a tool. The model reads an error as the result."""
+        """Return the result of a tool: a text, or a list of content parts, such as images."""
         if tool_call.name not in self.tools:
-            return f"error: Tool {tool_call.name} not found."
+            raise ValueError(f"Tool {tool_call.name} not found.")
         if not is_object(tool_call.raw_arguments):
-            return f"error: the arguments are not a JSON object: {tool_call.raw_arguments}"
+            raise ValueError(f"the arguments are not a JSON object: {tool_call.raw_arguments}")
         method = getattr(environment, tool_call.name)
-        try:
-            if is_async(method):
-                result = await method(**tool_call.arguments)
-            else:
-                async with turn:
-                    result = await call(method, **tool_call.arguments)
-        except Exception as error:
-            return f"error: {error}"
+        if is_async(method):
+            result = await method(**tool_call.arguments)
+        else:
+            async with turn:
+                result = await call(method, **tool_call.arguments)
         return result if isinstance(result, list) else str(result)
 
     async def _reward(self, environment):

@@ -54,6 +54,9 @@ class EpisodeJob(Job):
         requests: the requests of the episodes, without number and API key.
         new_key: called with an episode's index; returns the API key for one attempt.
         limit_score: see Limit.
+
+    Attributes:
+        tool_errors: for each episode, the calls of tools whose result is an error.
     """
 
     def __init__(
@@ -67,12 +70,15 @@ class EpisodeJob(Job):
         self._requests = requests
         self._new_key = new_key
         self._limit_score = limit_score
+        self.tool_errors = [0] * len(requests)
 
     def request(self, call: Call) -> dict:
         (i,) = call
         return {**self._requests[i], "number": number_of(call), "api_key": self._new_key(i)}
 
     def result(self, i: int, answer: dict) -> EpisodeResult:
+        answer = dict(answer)
+        self.tool_errors[i] = answer.pop("tool_errors", 0)
         if "score" in answer:
             return Reward(**answer)
         if "limit" in answer:
@@ -96,6 +102,8 @@ class EpisodeRunner(WorkerPool):
 
     Attributes:
         notice: a line about how the user's class is called, or "".
+        tool_errors: for each episode of the last play(), the calls of tools whose result is an
+            error. They are known only for classes, whose tools we call.
         parts: the names of the parts that every reward must have; None before the first reward.
 
     Raises:
@@ -129,6 +137,7 @@ class EpisodeRunner(WorkerPool):
         self.seconds_per_call = rollout.episode_timeout + EVENT_LOOP_DELAY
         ready = self.idle[0].ready
         self.notice = ready["notice"]
+        self.tool_errors: list[int] = []
         self._needs_messages = ready["is_environment"]
 
     def play(
@@ -140,6 +149,8 @@ class EpisodeRunner(WorkerPool):
         max_failures: float = math.inf,
     ) -> list[EpisodeResult | None]:
         """Play an episode with each row, and return their results in the same order.
+
+        If close() is called meanwhile, in another thread, the remaining results are None.
 
         Args:
             rows: the rows, which must be representable in JSON.
@@ -159,6 +170,7 @@ class EpisodeRunner(WorkerPool):
             requests.append(request)
         job = EpisodeJob(requests, new_key, self.config.rollout.limit_score, max_failures)
         self.run(job)
+        self.tool_errors = job.tool_errors
         return job.results
 
     def _messages(self, row: dict) -> list[dict]:

@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 import types
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -81,9 +82,12 @@ class Player:
         self.notice = f"{self.name}: {player.notice}" if player.notice else ""
 
     async def respond(self, request: dict) -> dict:
-        return {"answers": [await self.answer(request)]}
+        """Return the answer to a request, with the number of tools that raised an error."""
+        counts = Counter(tool_errors=0)
+        answer = await self.answer(request, counts)
+        return {"answers": [answer | counts]}
 
-    async def answer(self, request: dict) -> dict:
+    async def answer(self, request: dict, counts: Counter) -> dict:
         """Play an episode.
 
         Returns:
@@ -96,7 +100,8 @@ class Player:
         try:
             async with asyncio.timeout(seconds) as limit:
                 self.output.redirect()
-                value = await watch(self.play(request, llm), note, partial(self.note, NO_CALL))
+                episode = self.play(request, llm, counts)
+                value = await watch(episode, note, partial(self.note, NO_CALL))
         except EpisodeLimit as error:
             return {"limit": error.code}
         except BaseException as error:  # sys.exit() in the function must not end the worker
@@ -139,7 +144,7 @@ class FunctionPlayer:
                 "`async def solve(row, llm)`"
             )
 
-    async def play(self, request: dict, llm: LLM):
+    async def play(self, request: dict, llm: LLM, counts: Counter):
         arguments = {"row": request["row"], "llm": llm}
         if not self.takes_all:
             arguments = {name: arguments[name] for name in self.names & arguments.keys()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -94,9 +93,16 @@ class WorkerPool:
         self.seconds_per_call = math.inf
         self.parts: list[str] | None = None
         self.idle = [WorkerProcess(program, startup_timeout)]
+        self._busy: set[WorkerProcess] = set()
+        self._is_closed = False
+        self._lock = threading.Lock()
 
     def run(self, job: Job) -> None:
-        """Make the calls of a job, as many at once as there are workers and calls in flight."""
+        """Make the calls of a job, as many at once as there are workers and calls in flight.
+
+        It returns early if close() is called meanwhile, in another thread.
+        """
+        self._is_closed = False
         num_threads = min(self.num_workers, math.ceil(job.num_calls / self.concurrency))
         with ThreadPoolExecutor(max(num_threads, 1)) as pool:  # one thread per worker
             threads = [pool.submit(self._work, job) for _ in range(num_threads)]
@@ -122,7 +128,11 @@ class WorkerPool:
         return checked
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers. Calls that are in flight get no results."""
+        with self._lock:
+            self._is_closed = True
+            for worker in self._busy:
+                worker.interrupt()
         while self.idle:
             self.idle.pop().kill()
 
@@ -131,7 +141,8 @@ class WorkerPool:
         worker: WorkerProcess | None = None
         while True:
             num_pending = len(worker.pending) if worker else 0
-            for call in job.next_calls(self.concurrency - num_pending):
+            num_free = 0 if self._is_closed else self.concurrency - num_pending
+            for call in job.next_calls(num_free):
                 if worker is None:
                     worker = self._take_worker()
                 worker.send(job.request(call), self.seconds_per_call, call)
@@ -144,15 +155,18 @@ class WorkerPool:
             else:
                 self._handle_ending(worker, job)
             if not worker.alive:
+                self._release(worker)
                 worker = None
         if worker is not None:
-            self.idle.append(worker)
+            self._release(worker)
 
     def _handle_ending(self, worker: WorkerProcess, job: Job) -> None:
         """Record the failure of the call that ended a worker.
 
         If several calls were in flight, any of them may be the cause, so they are repeated.
         """
+        if self._is_closed:
+            return
         calls = list(worker.pending.values())
         is_sure = len(calls) == 1 and worker.expired in (None, *worker.pending)
         if is_sure:
@@ -181,12 +195,28 @@ class WorkerPool:
                 job.record(call, answer["answers"])
             else:
                 self._handle_ending(worker, job)
-        if worker.alive:
-            self.idle.append(worker)
+        self._release(worker)
 
     def _take_worker(self) -> WorkerProcess:
-        with contextlib.suppress(IndexError):
-            return self.idle.pop()
+        """Return an idle worker, or start one."""
+        try:
+            worker = self.idle.pop()
+        except IndexError:
+            worker = self._start_worker()
+        with self._lock:
+            self._busy.add(worker)
+            if self._is_closed:
+                worker.interrupt()
+        return worker
+
+    def _release(self, worker: WorkerProcess) -> None:
+        """Take back a worker that has no pending calls, or has ended."""
+        with self._lock:
+            self._busy.discard(worker)
+            if worker.alive:
+                self.idle.append(worker)
+
+    def _start_worker(self) -> WorkerProcess:
         try:
             return WorkerProcess(self.program, self.startup_timeout)
         except InputError as error:

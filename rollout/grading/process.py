@@ -218,8 +218,13 @@ class WorkerProcess:
         self.expired = self._next_to_expire()
         seconds = self.deadlines[self.expired].seconds
         self.ending = Ending("timed out", f"took more than {seconds:g} s")
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """Kill the worker, in any thread. receive() will notice."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self, forged: bool = False) -> None:
         """End the worker, and the processes that it started unless they left its session.

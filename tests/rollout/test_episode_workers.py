@@ -169,6 +169,8 @@ async def solve(row, llm):
         return 1 / row["zero"]
     if behave == "leave":
         sys.exit(3)
+    if row.get("started"):
+        Path(row["started"]).touch()
     if behave == "hang":
         await asyncio.sleep(600)
     if behave == "stubborn":
@@ -360,7 +362,7 @@ def test_functions_that_raise_or_hang_fail_alone(make, file, server):
     assert (raised.kind, raised.row) == ("raised", rows[1])
     assert re.match(r"raised: ZeroDivisionError: .* \(.*agent.py:10\)$", raised.summary)
     assert hung.kind == "timed out"
-    assert hung.summary == f"timed out: took more than 1.5 s ({file}:14)", "where it waited"
+    assert hung.summary == f"timed out: took more than 1.5 s ({file}:16)", "where it waited"
     assert "SystemExit: 3" in left.trace
     assert [server.attempts(i) for i in range(4)] == [
         ["key-0-0"],
@@ -406,6 +408,26 @@ def test_a_function_that_cannot_be_cancelled_is_killed(make, file, server):
         results = play(runner, server, [{"behave": "stubborn"}, {"text": "ab"}])
     assert (results[0].kind, results[0].trace) == ("timed out", "took more than 6.5 s")
     assert results[1] == Reward(2.0, {})
+
+
+def test_close_ends_episodes_that_are_playing(make, file, server, tmp_path):
+    """From another thread, as when the trainer has raised an error."""
+    runner = make(f"{file}:solve", "rollout.max_concurrent_episodes=16", workers=2)
+    rows = [{"text": "a"}] + [
+        {"behave": "hang", "started": str(tmp_path / str(i))} for i in range(32)
+    ]
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(play(runner, server, rows)))
+    thread.start()
+    while len(list(tmp_path.iterdir())) < 15:
+        time.sleep(0.05)
+    runner.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert results == [Reward(1.0, {})] + [None] * 32
+    runner.close()
+    assert play(runner, server, rows[:1]) == [Reward(1.0, {})], "afterwards it starts again"
+    runner.close()
 
 
 def test_episodes_may_write_a_lot(make, file, server, capfd):
@@ -663,6 +685,7 @@ def test_a_class_plays_until_the_model_calls_no_tool(make, environments, server)
         assert runner.notice.endswith("Counter: its tools are add, fail, slow")
         (reward,) = play(runner, server, [conversation(turns, hint="\nBegin.")])
         assert reward == Reward(23.0, {"total": 22.0, "resets": 1.0})
+        assert runner.tool_errors == [4]
         (again,) = play(runner, server, [conversation("no tools")])
         assert again == Reward(12.0, {"total": 10.0, "resets": 2.0}), "the object is used again"
     first, second, third, fourth = [request.body for request in server.requests]
