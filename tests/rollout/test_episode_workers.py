@@ -19,6 +19,8 @@ from config import InputError, load
 from rollout.episodes.runner import EpisodeRunner, Limit
 from rollout.episodes.schemas import SchemaError, tool_schema
 from rollout.grading.grader import Reward
+from tests.data.chat_templates import CONTROL, QWEN2, make_tokenizer
+from tests.rollout.episode_gateway import SAMPLING, GatewayProcess, save_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SLACK = 60.0
@@ -244,6 +246,16 @@ def without_async(llm, row):
     request = urllib.request.Request(url, body, headers)
     time.sleep(row["seconds"])
     return float(b"hello" in urllib.request.urlopen(request).read())
+
+async def talk(row, llm):
+    messages = [{"role": "user", "content": "hello"}]
+    for _ in range(row["turns"]):
+        reply = await llm.chat(messages)
+        messages += [reply.message, {"role": "user", "content": "question"}]
+    await llm.reward(0.5)
+    generation = await llm.generate(row["token_ids"], max_tokens=4, logprobs=1)
+    assert generation.token_ids == reply.token_ids
+    return {"content": reply.content == "there", "log_probs": sum(generation.log_probs)}
 
 async def environment(row, llm):
     return {"secret": "JUDGE_KEY" in os.environ, "other": "OTHER_SECRET" in os.environ,
@@ -493,6 +505,39 @@ def test_a_worker_has_a_memory_limit(make, file, server):
         small, large = play(runner, server, [{"num_bytes": 2**20}, {"num_bytes": 2**30}])
     assert small == Reward(2.0**20, {})
     assert "MemoryError" in large.trace
+
+
+def test_episodes_talk_to_the_gateway(make, file, tmp_path):
+    tokenizer = make_tokenizer(QWEN2, control=CONTROL)
+    gateway = GatewayProcess(save_tokenizer(tmp_path, QWEN2, "<|im_end|>"))
+    url = f"http://127.0.0.1:{gateway.first['ready']}/v1"
+    reply_ids = tokenizer.encode("there<|im_end|>")
+    messages = []
+
+    def new_key(i):
+        limits = {"max_turns": 3, "max_episode_tokens": None}
+        gateway.send({"begin": [f"key-{i}"], "sampling": SAMPLING, **limits})
+        return f"key-{i}"
+
+    def answer_all():
+        while "ended" not in (message := gateway.receive()):
+            messages.append(message)
+            if "id" in message:
+                gateway.answer(message, reply_ids)
+
+    thread = threading.Thread(target=answer_all)
+    thread.start()
+    rows = [{"turns": turns, "token_ids": reply_ids} for turns in (1, 2, 3)]
+    with closing(make(f"{file}:talk")) as runner:
+        results = runner.play(rows, range(3), url, new_key)
+    gateway.send({"end": True})
+    thread.join()
+    assert gateway.close() == 0
+    log_probs = -0.5 * len(reply_ids)
+    reward = Reward(1.0 + log_probs, {"content": 1.0, "log_probs": log_probs})
+    assert results == [reward, reward, Limit("max_turns", None)]
+    rewards = sorted(m["episode"] for m in messages if m.get("reward") == 0.5)
+    assert rewards == ["key-0", "key-1", "key-2"]
 
 
 # -- finding and checking the function -------------------------------------------------------------
