@@ -19,6 +19,7 @@ from data.chat.forms import arguments_to_object, is_list_of_texts, text_of
 from data.chat.lost_inputs import lost_tools
 from data.chat.reasoning import REASONING_KEYS
 from data.chat.tokenizer import ChatTokenizer
+from data.messages import without_none
 from data.rows import TemplateInputs
 
 
@@ -139,7 +140,7 @@ class Session:
         self, messages: list[dict], prompt: Prompt, reply: dict, reply_ids: list[int]
     ) -> None:
         """Record a reply to these messages."""
-        messages = [*messages, reply]
+        messages = [*messages, without_none(reply)]
         self.states.append(
             State(
                 messages=messages,
@@ -171,7 +172,10 @@ class Session:
             return len(recorded)
         # The template writes the reply differently, e.g. with other spaces in a tool call. The
         # sampled tokens stand for it, if its end can be located.
-        history = self.renderer.history(state.messages, inputs)
+        try:
+            history = self.renderer.history(state.messages, inputs)
+        except InputError:  # some templates reject messages that end with a reply
+            return None
         if not (text.startswith(history) and history.startswith(state.prompt_text)):
             return None
         return self._end_of_reply(state, text, len(history))

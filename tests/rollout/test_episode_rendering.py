@@ -230,6 +230,31 @@ def test_call_before_late_end_is_kept():
     assert renderer.chat.decode(continued.ids[continued.num_recorded :]) == "\n1<|assistant|>\n"
 
 
+# Needs texts as contents, and rejects conversations that end with a reply.
+NARROW = r"""{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
+{%- for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}
+{%- endfor %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+QUESTION_LAST = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template, is_continued", [(NARROW, True), (QUESTION_LAST + NARROW, False)]
+)
+def test_narrow_templates(template, is_continued):
+    """A call without content is rendered; a template that rejects the history begins a branch."""
+    renderer = Family(template, IM_END).renderer()
+    sampled = renderer.chat.tokenize('add{"a":1}<|im_end|>').ids
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    session = Session(renderer)
+    play(session, HELLO, None, sampled, tool_calls=[call])
+    sent_back = {"role": "assistant", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "1"}
+    continued = session.prompt([*HELLO, sent_back, result], renderer.inputs(None, {}))
+    assert bool(continued.num_recorded) == is_continued
+
+
 def test_reply_without_thinking_continues():
     """A call without reasoning continues, though the last message would get an empty block."""
     renderer = FAMILIES["qwen3"].renderer()
