@@ -48,6 +48,9 @@ HOST = "127.0.0.1"
 # A client must not find its connection closed while it waits for a tool.
 KEEP_ALIVE_SECONDS = 86400
 LIMIT = "episode_limit"
+# An agent's request may overtake the trainer's message that announces its key.
+NUM_LOOKS = 10
+SECONDS_BETWEEN_LOOKS = 0.05
 CLIENT_CLOSED_REQUEST = 499
 
 
@@ -228,7 +231,7 @@ class Gateway:
 
         async def route(request: Request) -> Response:
             try:
-                return JSONResponse(await answer(request, self.episode_of(request)))
+                return JSONResponse(await answer(request, await self.episode_of(request)))
             except ClientGoneError:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             except RequestError as error:
@@ -240,21 +243,24 @@ class Gateway:
 
         return route
 
-    def episode_of(self, request: Request) -> Episode:
+    async def episode_of(self, request: Request) -> Episode:
         """Return the episode that a request's API key names.
 
         Raises:
             RequestError: there is none in this draw.
         """
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or key not in self.draw.episodes:
-            raise RequestError(
-                "the API key names no episode that is being played: use llm.api_key",
-                status=401,
-                kind="authentication_error",
-                code="invalid_api_key",
-            )
-        return self.draw.episodes[key]
+        is_key = scheme.lower() == "bearer" and key
+        for _ in range(NUM_LOOKS if is_key else 0):
+            if key in self.draw.episodes:
+                return self.draw.episodes[key]
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+        raise RequestError(
+            "the API key names no episode that is being played: use llm.api_key",
+            status=401,
+            kind="authentication_error",
+            code="invalid_api_key",
+        )
 
     async def models(self, request: Request, episode: Episode) -> dict:
         return replies.models()

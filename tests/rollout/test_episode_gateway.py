@@ -2,12 +2,13 @@
 
 import signal
 import socket
+import time
 
 import httpx
 import pytest
 
 from tests.data.chat_templates import CHATML, CONTROL, QWEN2, make_tokenizer
-from tests.rollout.episode_gateway import SECONDS, GatewayProcess, save_tokenizer
+from tests.rollout.episode_gateway import SAMPLING, SECONDS, GatewayProcess, save_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
 NEXT = {"role": "user", "content": "question"}
@@ -40,6 +41,12 @@ def process(model_path):
 def gateway(process):
     process.begin("key")
     return process
+
+
+def announce(gateway, *keys: str) -> None:
+    """Announce keys during a draw."""
+    limits = {"max_turns": None, "max_episode_tokens": None}
+    gateway.send({"begin": keys, "sampling": SAMPLING | {"max_tokens": 9}, **limits})
 
 
 def play(gateway, tokenizer, key: str, messages: list[dict], text: str, **fields):
@@ -122,20 +129,20 @@ def test_two_episodes(gateway, tokenizer):
 def test_keys_that_join_a_draw(gateway, tokenizer):
     """More keys may be announced during a draw; the earlier ones keep their conversations."""
     messages, request, _ = play(gateway, tokenizer, "key", HELLO, "a b<|im_end|>")
-    sampling = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "max_tokens": 9, "stop": []}
-    gateway.send(
-        {
-            "begin": ["key", "late"],
-            "sampling": sampling,
-            "max_turns": None,
-            "max_episode_tokens": None,
-        }
-    )
+    announce(gateway, "key", "late")
     play(gateway, tokenizer, "late", HELLO, "there<|im_end|>")
     recorded = request["prompt_ids"] + tokenizer.encode("a b<|im_end|>")
     _, request, _ = play(gateway, tokenizer, "key", [*messages, NEXT], "there<|im_end|>")
     assert request["prompt_ids"][: len(recorded)] == recorded
     assert request["max_tokens"] == 9
+
+
+def test_request_before_its_key(gateway):
+    """A request that overtakes the announcement of its key waits for it."""
+    gateway.chat("early", HELLO)
+    time.sleep(0.1)
+    announce(gateway, "early")
+    assert gateway.receive()["episode"] == "early"
 
 
 def test_unknown_key(gateway):
