@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,13 +181,30 @@ class EpisodeRunner(WorkerPool):
         messages = read_messages(standard_row, True, options)
         return without_reply(messages, standard_row, options)
 
+    def find_culprit(self, calls: list[Call], worker: WorkerProcess) -> tuple[Call, str] | None:
+        """Return the episode that certainly ended a worker, and the trace of its failure, or None.
+
+        This includes an episode whose code has blocked the event loop for most of the time that
+        the others had. Repeating it would take this time again.
+        """
+        if worker.ending.kind == "timed out" and len(calls) > 1:
+            seconds = time.monotonic() - worker.last_note.since
+            blocking = [call for call in calls if number_of(call) == worker.last_note.call]
+            if blocking and seconds > self.seconds_per_call / 2:
+                trace = (
+                    f"blocked its process for {seconds:.0f} s, in which no other episode could "
+                    "continue: await async functions, or call it with asyncio.to_thread()"
+                )
+                return blocking[0], trace
+        return super().find_culprit(calls, worker)
+
     def regroup(self, calls: list[Call], worker: WorkerProcess) -> list[list[Call]]:
         """Return the groups in which episodes are repeated after their worker ended.
 
         The episode whose code ran last is the likely cause, and is repeated alone. If none is
         known, each half is repeated, so that few groups have to end a worker again.
         """
-        suspects = [call for call in calls if number_of(call) == worker.last_call]
+        suspects = [call for call in calls if number_of(call) == worker.last_note.call]
         if suspects:
             innocent = [call for call in calls if call not in suspects]
             groups = [innocent, suspects]

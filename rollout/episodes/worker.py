@@ -20,6 +20,7 @@ from configs.errors import InputError
 from rollout.episodes.client import LLM, EpisodeLimit
 from rollout.episodes.environments import EnvironmentPlayer
 from rollout.episodes.threads import call
+from rollout.grading.notes import write_note
 from rollout.grading.program import OutputFile, limit_memory, serve_async, start
 from rollout.grading.scores import read_score
 
@@ -113,7 +114,7 @@ class Player:
 
     def note(self, number: int) -> None:
         """Note which call's code runs now. If it blocks or ends this process, it is known."""
-        os.pwrite(self.notes, number.to_bytes(8, sys.byteorder), 0)
+        write_note(self.notes, number)
 
 
 class FunctionPlayer:

@@ -161,20 +161,25 @@ class WorkerPool:
             self._release(worker)
 
     def _handle_ending(self, worker: WorkerProcess, job: Job) -> None:
-        """Record the failure of the call that ended a worker.
+        """Record the failure of the call that ended a worker, if it is known.
 
-        If several calls were in flight, any of them may be the cause, so they are repeated.
+        Else any of the calls in flight may be the cause, so they are repeated.
         """
         if self._is_closed:
             return
         calls = list(worker.pending.values())
-        is_sure = len(calls) == 1 and worker.expired in (None, *worker.pending)
-        if is_sure:
-            failure = {"kind": worker.ending.kind, "trace": worker.ending.trace}
-            job.record(calls[0], [failure] * len(calls[0]))
-            return
+        culprit = self.find_culprit(calls, worker)
+        if culprit is not None:
+            call, trace = culprit
+            calls.remove(call)
+            job.record(call, [{"kind": worker.ending.kind, "trace": trace}] * len(call))
         for group in self.regroup(calls, worker):
             self._repeat(group, job)
+
+    def find_culprit(self, calls: list[Call], worker: WorkerProcess) -> tuple[Call, str] | None:
+        """Return the call that certainly ended a worker, and the trace of its failure, or None."""
+        is_sure = len(calls) == 1 and worker.expired in (None, *worker.pending)
+        return (calls[0], worker.ending.trace) if is_sure else None
 
     def regroup(self, calls: list[Call], worker: WorkerProcess) -> list[list[Call]]:
         """Return the groups in which the calls in flight are repeated after their worker ended.

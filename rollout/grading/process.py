@@ -19,7 +19,6 @@ import secrets
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import SECRET, InputError
+from rollout.grading.notes import Note
 
 ROOT = Path(__file__).parents[2]
 # Variables that programs need to find files and the network, and to choose a language. Variables
@@ -39,7 +39,6 @@ ENVIRONMENT = """
     RANK LOCAL_RANK WORLD_SIZE
 """.split()
 MAX_ANSWER_BYTES = 2**26
-NOTE_BYTES = 8
 READ_BYTES = 2**16  # as much as a pipe holds
 
 Call = list[int]  # the indices of the samples that one call of the function grades
@@ -52,7 +51,7 @@ class Program:
     Attributes:
         name: key=value of the user's function. Error messages begin with it.
         command: the program and its arguments, to which two file descriptors are added: the
-            lifeline, and a file for the number of the call whose code the worker runs now.
+            lifeline, and a file in which the worker may note which call's code it runs.
         environment: all environment variables that it gets.
         settings: its first request.
     """
@@ -92,8 +91,7 @@ class WorkerProcess:
         unread: what the worker has written after its last line.
         expired: the token of the call that has timed out, or None.
         ending: why the worker ended; None while it runs.
-        last_call: the number of the call whose code ran when the worker ended, as far as the worker
-            has noted it; else 0.
+        last_note: the worker's last note.
 
     Raises:
         InputError: the function cannot be imported or called. The message gives the reason.
@@ -104,7 +102,7 @@ class WorkerProcess:
         self.alive = True
         self.expired: str | None = None
         self.ending: Ending | None = None
-        self.last_call = 0
+        self.last_note = Note()
         self.notes = os.memfd_create("notes")
         self.pending: dict[str, Call] = {}
         self.deadlines: dict[str, Deadline] = {}
@@ -239,7 +237,7 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
-        self.last_call = int.from_bytes(os.pread(self.notes, NOTE_BYTES, 0), sys.byteorder)
+        self.last_note = Note.read(self.notes)
         os.close(self.notes)
         os.close(self.lifeline)
         self.process.stdout.close()

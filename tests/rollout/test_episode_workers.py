@@ -77,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
             message["tool_calls"] = calls
         finish_reason = "tool_calls" if calls else "stop"
         choice = {"message": message, "finish_reason": finish_reason, "token_ids": [1, 2, 3]}
-        self.send(200, {"choices": [choice]}, is_chunked=len(messages) % 2 == 0)
+        self.send(200, {"choices": [choice]}, is_chunked=len(messages) > 1)
 
     def send(self, status, answer, is_chunked=False):
         body = json.dumps(answer).encode()
@@ -389,7 +389,7 @@ ENDINGS = {
     "task exits": ("died", "ended with exit code 4"),
     "killed": ("died", "ended by signal SIGKILL (out of memory?)"),
     "forge": ("forged", "wrote to the pipe for answers"),
-    "block": ("timed out", "took more than 6.5 s"),
+    "block": ("timed out", "blocked its process for "),
 }
 
 
@@ -403,13 +403,18 @@ def test_episodes_beside_one_that_ends_its_worker_are_repeated(
     with closing(make(f"{file}:solve", timeout=LIMIT)) as runner:
         results = play(runner, server, rows)
     failure = results.pop(5)
-    assert (failure.kind, failure.trace) == ENDINGS[behave]
+    kind, trace = ENDINGS[behave]
+    assert failure.kind == kind
+    assert failure.trace.startswith(trace)
     assert failure.row == rows[5]
     assert results == [Reward(float(i), {}) for i in (0, 1, 2, 3, 4, 6, 7)]
     num_attempts = [len(server.attempts(i)) for i in range(8)]
-    if behave in ("exit", "killed", "block"):
+    if behave in ("exit", "killed"):
         assert num_attempts == [2] * 8, "the episode whose code ran is repeated alone"
-    assert min(num_attempts) == 2
+    if behave == "block":
+        assert num_attempts == [2, 2, 2, 2, 2, 1, 2, 2], "it is not repeated"
+    else:
+        assert min(num_attempts) == 2
     assert num_attempts[5] <= 4, "halves of eight episodes"
     keys = [request.key for request in server.requests]
     assert len(set(keys)) == len(keys) == 7
