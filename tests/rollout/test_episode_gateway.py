@@ -128,11 +128,16 @@ def test_two_episodes(gateway, tokenizer):
 
 def test_keys_that_join_a_draw(gateway, tokenizer):
     """More keys may be announced during a draw; the earlier ones keep their conversations."""
-    messages, request, _ = play(gateway, tokenizer, "key", HELLO, "a b<|im_end|>")
+    future = gateway.chat("key", HELLO)
+    request = gateway.receive()
+    sampled = [i for letter in "there" for i in tokenizer.encode(letter)] + [1]
+    gateway.answer(request, sampled)
+    messages = [*HELLO, future.result().json()["choices"][0]["message"], NEXT]
+    gateway.receive()
     announce(gateway, "key", "late")
     play(gateway, tokenizer, "late", HELLO, "there<|im_end|>")
-    recorded = request["prompt_ids"] + tokenizer.encode("a b<|im_end|>")
-    _, request, _ = play(gateway, tokenizer, "key", [*messages, NEXT], "there<|im_end|>")
+    recorded = request["prompt_ids"] + sampled
+    _, request, _ = play(gateway, tokenizer, "key", messages, "there<|im_end|>")
     assert request["prompt_ids"][: len(recorded)] == recorded
     assert request["max_tokens"] == 9
 
