@@ -30,6 +30,8 @@ class EpisodeLimit(Exception):
         code: max_turns or max_episode_tokens, the key of `rollout` that sets the limit.
     """
 
+    type = LIMIT
+
     def __init__(self, code: str, message: str = ""):
         super().__init__(message or code)
         self.code = code

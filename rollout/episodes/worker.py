@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common.imports import import_from_module, import_function, path_of
 from configs.errors import InputError
-from rollout.episodes.client import LLM, EpisodeLimit
+from rollout.episodes.client import LIMIT, LLM
 from rollout.episodes.environments import EnvironmentPlayer
 from rollout.episodes.threads import call
 from rollout.grading.notes import write_note
@@ -92,8 +92,8 @@ class Player:
         """Play an episode.
 
         Returns:
-            {"score", "parts"}; {"limit": code} if EpisodeLimit has left the user's function; or
-            {"kind", "trace"} for a failure.
+            {"score", "parts"}; {"limit": code} if an exception about a limit has left the user's
+            function; or {"kind", "trace"} for a failure.
         """
         seconds = self.settings["timeout"]
         llm = LLM(request["base_url"], request["api_key"])
@@ -103,9 +103,9 @@ class Player:
                 self.output.redirect()
                 episode = self.play(request, llm, counts)
                 value = await watch(episode, note, partial(self.note, NO_CALL))
-        except EpisodeLimit as error:
-            return {"limit": error.code}
         except BaseException as error:  # sys.exit() in the function must not end the worker
+            if limit_code(error):
+                return {"limit": limit_code(error)}
             if limit.expired():
                 trace = place_of(error) + f"took more than {seconds:g} s"
                 return {"kind": "timed out", "trace": trace}
@@ -188,6 +188,19 @@ def watch(coroutine: Coroutine, enter: Callable, leave: Callable):
         except BaseException as error:
             # Without this frame, which would come last in the traceback.
             step = partial(coroutine.throw, error.with_traceback(None))
+
+
+def limit_code(error: BaseException | None) -> str | None:
+    """Return the code of the limit that an exception reports, or None.
+
+    It is an EpisodeLimit, or an exception of OpenAI's client, which has the fields of the server's
+    error; or it was raised from such an exception, as agent frameworks do.
+    """
+    while error is not None:
+        if getattr(error, "type", None) == LIMIT:
+            return error.code
+        error = error.__cause__
+    return None
 
 
 def place_of(error: BaseException) -> str:

@@ -239,6 +239,20 @@ async def limited(row, llm):
         assert error.status == 400
         return {"error": len(str(error))}
 
+async def with_openai(row, llm):
+    from openai import AsyncOpenAI, BadRequestError
+    client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key)
+    messages = [{"role": "user", "content": row["script"]}]
+    try:
+        reply = await client.chat.completions.create(model="policy", messages=messages)
+    except BadRequestError as error:
+        if row["how"] == "wrap":
+            raise RuntimeError("the agent has failed") from error
+        if row["how"] == "bug":
+            return 1 / 0
+        raise
+    return len(reply.choices[0].message.content)
+
 def without_async(llm, row):
     url = f"{llm.base_url}/chat/completions"
     body = b'{"messages": [{"role": "user", "content": "hello"}]}'
@@ -334,6 +348,17 @@ def test_a_limit_that_leaves_the_function_is_not_a_failure(make, file, server, l
         rows = [{"script": turns, "catch": False}, {"script": turns, "catch": True}]
         results = play(runner, server, rows)
     assert results == [Limit("max_turns", limit_score), Reward(9.0, {})]
+
+
+def test_the_client_of_openai_plays_and_reaches_limits(make, file, server):
+    error = {"type": "episode_limit", "code": "max_turns", "message": "after 3 turns"}
+    turns = script({"status": 400, "error": error})
+    rows = [{"script": turns, "how": how} for how in ("raise", "wrap", "bug")]
+    with closing(make(f"{file}:with_openai")) as runner:
+        *limits, bug, reply = play(runner, server, [*rows, {"script": "hello"}])
+    assert limits == [Limit("max_turns", None)] * 2
+    assert "ZeroDivisionError" in bug.trace
+    assert reply == Reward(5.0, {})
 
 
 def test_an_error_of_the_server_has_its_message_in_one_line(make, file, server):
