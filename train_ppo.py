@@ -215,7 +215,7 @@ def train(run, roles) -> None:
         progress.step += 1
         progress.count_updates(metrics, share.num_mini_batches * config.algorithm.ppo_epochs)
         progress.failures += len(samples.failures)
-        progress.kl_coef = next_kl_coef(config, progress.kl_coef, metrics, len(samples))
+        progress.kl_coef = next_kl_coef(config, progress.kl_coef, metrics, len(samples.episodes))
         run.agreement.update(progress.step, run.device)
         is_last = run.is_complete
         check_skipped(trainer, progress.actor_skipped, progress.actor_updates, is_last)

@@ -11,6 +11,7 @@ from algorithms.dapo import informative, overlong_penalty
 from config import InputError
 from data.batching.order import RowsOfBatch
 from rl.functions import inputs_read
+from rl.models import longest_response
 from rollout.samples import Samples, concat
 
 # draw(dataset, rows, sampling, batch_index, first_group=...) -> graded responses to these rows
@@ -84,12 +85,15 @@ def collection_metrics(
     draws: list[Samples], drawn: Samples, is_informative: Tensor
 ) -> dict[str, float]:
     """Return the metrics of all drawn responses, including groups that are left out."""
-    metrics = {"rollout/num_gen_batches": len(draws), **score_metrics(drawn.scores)}
+    episodes = drawn.episodes
+    scores = episodes.choose(drawn.scores)
+    metrics = {"rollout/num_gen_batches": len(draws), **score_metrics(scores)}
     for name in draws[0].metrics:
         metrics[name] = sum(samples.metrics[name] for samples in draws) / len(draws)
     for name, values in drawn.parts.items():
-        metrics[f"reward/{name}/mean"] = values.mean().item()
-    metrics["reward/informative_groups"] = is_informative.float().mean().item()
+        metrics[f"reward/{name}/mean"] = episodes.choose(values).mean().item()
+    informative_episodes = episodes.choose(is_informative)
+    metrics["reward/informative_groups"] = informative_episodes.float().mean().item()
     return metrics
 
 
@@ -103,12 +107,14 @@ def penalized_scores(config: DictConfig, samples: Samples) -> Tensor:
     reward = config.reward
     if not reward.overlong_buffer:
         return samples.scores
-    return samples.scores + overlong_penalty(
-        samples.response_lengths,
-        config.rollout.max_tokens,
+    episodes = samples.episodes
+    penalty = overlong_penalty(
+        episodes.total(samples.response_lengths),
+        longest_response(config),
         reward.overlong_buffer,
         reward.overlong_penalty,
     )
+    return samples.scores + episodes.repeat(penalty)
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:

@@ -6,6 +6,9 @@ remaining tokens.
 Every rank knows per-response numbers such as scores and lengths for all n responses of a step, and
 holds the T tokens that it trains on. Advantages and denominators are computed from these numbers,
 and from sums over the tokens of each response, so they do not depend on the number of ranks.
+
+If episodes have several sequences, "response" means such a sequence below, unless a function says
+otherwise. An episode counts once in advantages, denominators and metrics (rollout/samples.py).
 """
 
 from dataclasses import dataclass
@@ -29,8 +32,9 @@ from rl.functions import (
     inputs_read,
     reads_tokens,
 )
+from rl.models import longest_response
 from rl.updates import off_policy_metrics
-from rollout.samples import Samples
+from rollout.samples import Episodes, Samples
 from rollout.sharing import Share
 
 Metrics = dict[str, float]
@@ -40,9 +44,10 @@ Metrics = dict[str, float]
 class ShapedRewards:
     """The scores, minus the configured penalties.
 
-    outcome  [n] fp32: the reward of each response
-    rewards  [T] fp32: the reward of each token. The last token of a response has the outcome; the
-             penalty for the divergence from the reference is on the token that causes it
+    outcome  [n] fp32: the reward of each response, or of its whole episode
+    rewards  [T] fp32: the reward of each token. The last sampled token of a response has the
+             outcome; rewards of single turns and the penalty for the divergence from the reference
+             are on the tokens that cause them
     """
 
     outcome: Tensor
@@ -87,7 +92,9 @@ class Weights:
 class ResponseTokens:
     """Reduce values over the tokens of each response; all ranks get the results for all responses.
 
-    mask  [T] fp32: 1 on response tokens
+    mask     [T] fp32: 1 on response tokens, which need not be contiguous
+    indices  their positions, in order
+    lengths  [m] int64: the number of response tokens of each response of the share
     """
 
     def __init__(self, share: Share):
@@ -95,6 +102,13 @@ class ResponseTokens:
         self.mask = share.batch.fields["loss_mask"]
         self.indices = self.mask.nonzero()[:, 0]
         self.lengths = torch.searchsorted(self.indices, share.batch.cu_seqlens).diff()
+
+    def put_last(self, x: Tensor) -> Tensor:
+        """Put the number of each response, x [n], on its last response token: [T], 0 elsewhere."""
+        has_tokens = self.lengths > 0
+        last_tokens = self.indices[self.lengths.cumsum(0)[has_tokens] - 1]
+        x_of_share = x[self.share.indices][has_tokens]
+        return torch.zeros_like(self.mask).index_copy(0, last_tokens, x_of_share)
 
     def reduce(self, *reductions: tuple[Tensor, str]) -> Tensor:
         """Reduce tensors over the tokens of each response.
@@ -148,7 +162,7 @@ def set_advantages(
         fields["group"] = share.repeat_on_tokens(samples.group)
     if "scores" in loss_reads:
         fields["scores"] = share.repeat_on_tokens(samples.scores)
-    weights = weigh_tokens(config, share, rejection)
+    weights = weigh_tokens(config, samples, share, rejection)
     fields["loss_weight"] = weights.loss
     fields["token_weight"] = weights.token
     return {
@@ -176,67 +190,100 @@ def shape_rewards(
 
     The metrics critic/rewards/... include the penalty for length, but not the one for divergence.
     """
-    share = tokens.share
+    episodes = samples.episodes
     outcome = penalized_scores(config, samples)
-    metrics = score_metrics(samples.scores) | spread("critic/rewards", outcome)
-    last_tokens = share.batch.cu_seqlens[1:] - 1
-    rewards = torch.zeros_like(tokens.mask).index_copy(0, last_tokens, outcome[share.indices])
+    metrics = score_metrics(episodes.choose(samples.scores))
+    metrics |= spread("critic/rewards", episodes.choose(outcome))
+    rewards = reward_tokens(samples, tokens, outcome)
     if config.algorithm.use_kl_in_reward:
-        fields = share.batch.fields
+        fields = tokens.share.batch.fields
         divergence = find_function(config, "kl_penalty")(
             log_probs=fields["old_log_probs"], ref_log_probs=fields["ref_log_probs"]
         )
         check_shapes(config, "kl_penalty", tokens.mask, divergence)
         divergence_of_response = tokens.reduce((divergence, "sum"))[:, 0]
         rewards = rewards - kl_coef * (divergence * tokens.mask)
-        outcome = (outcome - kl_coef * divergence_of_response).float()
+        divergence_of_episode = episodes.repeat(episodes.total(divergence_of_response))
+        outcome = (outcome - kl_coef * divergence_of_episode).float()
         num_tokens = samples.response_lengths.sum().item()
         metrics["actor/reward_kl"] = divergence_of_response.sum().item() / num_tokens
         metrics["actor/kl_coef"] = kl_coef
     return ShapedRewards(outcome, rewards, metrics)
 
 
+def reward_tokens(samples: Samples, tokens: ResponseTokens, outcome: Tensor) -> Tensor:
+    """Return the rewards of the tokens, without the divergence from the reference: [T] fp32.
+
+    outcome: [n] fp32. Its part that the turns of the episode have not received is on the last
+    sampled token of each branch.
+    """
+    fields = tokens.share.batch.fields
+    if "turn_rewards" not in fields:
+        return tokens.put_last(outcome)
+    turn_rewards = fields["turn_rewards"] * tokens.mask
+    episodes = samples.episodes
+    received = episodes.total(tokens.reduce((turn_rewards, "sum"))[:, 0])
+    remaining = outcome - episodes.repeat(received)
+    return tokens.put_last(remaining.float()) + turn_rewards
+
+
 def estimate_advantages(
     config: DictConfig, samples: Samples, tokens: ResponseTokens, shaped: ShapedRewards
 ) -> Estimate:
-    """Call the advantage estimator, and spread its results over the tokens."""
+    """Call the advantage estimator, and spread its results over the tokens.
+
+    An estimator that reads tokens sees every sequence, any other one sees every episode once.
+    """
     share = tokens.share
-    fields = share.batch.fields
-    n = len(samples)
-    inputs = AdvantageInputs(
-        rewards=shaped.rewards,
-        mask=tokens.mask,
-        sequence=share.repeat_on_tokens(torch.arange(n)),
-        group=samples.group,
-        values=fields.get("values"),
-        baseline=samples.baseline,
-        old_log_probs=fields.get("old_log_probs"),
-        ref_log_probs=fields.get("ref_log_probs"),
-        rollout_log_probs=fields.get("rollout_log_probs"),
-        outcome=shaped.outcome,
-        lengths=samples.response_lengths,
-        num_sequences=n,
-        total=tokens.total,
-        gamma=config.algorithm.gamma,
-        lam=config.algorithm.lam,
-    )
+    is_per_token = bool(reads_tokens(config))
+    units = Episodes.of_one_sequence(len(samples)) if is_per_token else samples.episodes
+    inputs = advantage_inputs(config, samples, tokens, shaped, units)
     key = "adv_estimator"
     result = call(find_function(config, key), inputs)
     check_pair(config, key, result, Tensor, "advantages and returns")
-    if reads_tokens(config):
+    if is_per_token:
         check_shapes(config, key, tokens.mask, *result)
         advantages, returns = result
         metrics = token_metrics("critic/advantages", advantages, samples, tokens)
         metrics |= token_metrics("critic/returns", returns, samples, tokens)
         return Estimate(advantages, returns, metrics)
-    check_shapes(config, key, shaped.outcome, *result, unit="response")
-    advantages, returns = result
+    check_shapes(config, key, inputs.outcome, *result, unit="response")
+    advantages, returns = map(units.repeat, result)
     metrics = response_metrics("critic/advantages", advantages, samples)
     metrics |= response_metrics("critic/returns", returns, samples)
     return Estimate(
         share.repeat_on_tokens(advantages) * tokens.mask,
         share.repeat_on_tokens(returns) * tokens.mask,
         metrics,
+    )
+
+
+def advantage_inputs(
+    config: DictConfig,
+    samples: Samples,
+    tokens: ResponseTokens,
+    shaped: ShapedRewards,
+    units: Episodes,
+) -> AdvantageInputs:
+    """Return the inputs of an estimator for which each of these units is a response."""
+    fields = tokens.share.batch.fields
+    baseline = samples.baseline
+    return AdvantageInputs(
+        rewards=shaped.rewards,
+        mask=tokens.mask,
+        sequence=tokens.share.repeat_on_tokens(units.index),
+        group=units.choose(samples.group),
+        values=fields.get("values"),
+        baseline=None if baseline is None else units.choose(baseline),
+        old_log_probs=fields.get("old_log_probs"),
+        ref_log_probs=fields.get("ref_log_probs"),
+        rollout_log_probs=fields.get("rollout_log_probs"),
+        outcome=units.choose(shaped.outcome),
+        lengths=units.total(samples.response_lengths),
+        num_sequences=len(units),
+        total=tokens.total,
+        gamma=config.algorithm.gamma,
+        lam=config.algorithm.lam,
     )
 
 
@@ -296,23 +343,30 @@ def reject_tokens(config: DictConfig, samples: Samples, tokens: ResponseTokens) 
     return Rejection(mask, lengths, {"rollout_corr/rejected": 1 - kept_share})
 
 
-def weigh_tokens(config: DictConfig, share: Share, rejection: Rejection) -> Weights:
-    """Return the weights with which token losses add up to the loss of each mini-batch."""
+def weigh_tokens(
+    config: DictConfig, samples: Samples, share: Share, rejection: Rejection
+) -> Weights:
+    """Return the weights with which token losses add up to the loss of each mini-batch.
+
+    The tokens of all branches of an episode are weighted as those of a single response.
+    """
     aggregate = find_function(config, "loss_agg_mode")
-    loss_weight = torch.zeros(len(rejection.lengths))
-    token_weight = torch.zeros(len(rejection.lengths))
+    max_tokens = longest_response(config)
+    episodes = samples.episodes
+    all_lengths = episodes.total(rejection.lengths)
+    mini_batches = episodes.choose(share.mini_batches)
+    loss_weight = torch.zeros(len(episodes))
+    token_weight = torch.zeros(len(episodes))
     for mini_batch in range(share.num_mini_batches):
-        is_inside = (share.mini_batches == mini_batch).float()
-        lengths = rejection.lengths * is_inside
-        loss_weight_inside = aggregate(lengths=lengths, max_tokens=config.rollout.max_tokens)
-        check_shapes(
-            config, "loss_agg_mode", rejection.lengths, loss_weight_inside, unit="response"
-        )
+        is_inside = (mini_batches == mini_batch).float()
+        lengths = all_lengths * is_inside
+        loss_weight_inside = aggregate(lengths=lengths, max_tokens=max_tokens)
+        check_shapes(config, "loss_agg_mode", all_lengths, loss_weight_inside, unit="response")
         loss_weight += loss_weight_inside * is_inside
         token_weight += token_mean(lengths) * is_inside
     return Weights(
-        share.repeat_on_tokens(loss_weight) * rejection.mask,
-        share.repeat_on_tokens(token_weight) * rejection.mask,
+        share.repeat_on_tokens(episodes.repeat(loss_weight)) * rejection.mask,
+        share.repeat_on_tokens(episodes.repeat(token_weight)) * rejection.mask,
     )
 
 
@@ -331,15 +385,31 @@ def value_metrics(samples: Samples, tokens: ResponseTokens) -> Metrics:
 
 
 def sample_metrics(samples: Samples) -> Metrics:
-    """Return metrics of the lengths, scores and failures."""
-    lengths = samples.response_lengths
-    is_informative = informative(samples.scores, samples.group)
+    """Return metrics of the lengths, scores and failures; an episode counts once."""
+    episodes = samples.episodes
+    response_lengths = episodes.total(samples.response_lengths)
+    prompt_lengths = episodes.choose(samples.lengths - samples.response_lengths)
+    is_truncated = episodes.choose(samples.truncated)
+    is_informative = episodes.choose(informative(samples.scores, samples.group))
     return {
-        **spread("response_length", lengths.float()),
-        **spread("prompt_length", (samples.lengths - lengths).float()),
-        "response_length/clip_ratio": samples.truncated.float().mean().item(),
+        **spread("response_length", response_lengths.float()),
+        **spread("prompt_length", prompt_lengths.float()),
+        "response_length/clip_ratio": is_truncated.float().mean().item(),
         "reward/informative_groups": is_informative.float().mean().item(),
         "reward/failure_rate": len(samples.failures) / samples.num_drawn,
+        **branch_metrics(samples),
+    }
+
+
+def branch_metrics(samples: Samples) -> Metrics:
+    """Return metrics of the number of sequences per episode; none without episodes."""
+    if samples.episode is None:
+        return {}
+    num_branches = samples.episodes.total(torch.ones(len(samples)))
+    return {
+        "episodes/branches/mean": num_branches.mean().item(),
+        "episodes/branches/max": num_branches.max().item(),
+        "episodes/branched": (num_branches > 1).float().mean().item(),
     }
 
 

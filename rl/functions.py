@@ -38,7 +38,7 @@ def per_token(**options) -> Any:
 class AdvantageInputs:
     """The inputs that an advantage estimator may read.
 
-    rewards            [T] fp32: the outcome, on the last token of each response
+    rewards            [T] fp32: the outcome, on the last sampled token of each response
     mask               [T] fp32: 1 on the tokens that the model sampled
     sequence           [T] int64: the response of each token, in 0..n-1
     group              [n] int64: the prompt of each response
@@ -56,6 +56,11 @@ class AdvantageInputs:
 
     An estimator that reads per-token inputs ([T], or total) returns advantages and returns per
     token, [T] each. Any other estimator returns them per response, [n] each.
+
+    If episodes have several sequences (rollout/samples.py), an estimator that reads per-token
+    inputs sees each sequence as a response, with the outcome of its episode. If turns have rewards,
+    these are in `rewards` at the last token of their turn, and the last token of a sequence has the
+    rest of the outcome. For any other estimator, each of the n responses is a whole episode.
     """
 
     rewards: Tensor = per_token()
@@ -84,8 +89,9 @@ class PolicyLossInputs:
                         update of the step, they are log_probs without a gradient
     advantages, returns [T] fp32
     mask                [T] fp32: 1 on the response tokens that were not rejected
-    sequence            [T] int64: the response of each token, in 0..num_sequences-1
-    num_sequences       number of responses of this rank
+    sequence            [T] int64: the response of each token, in 0..num_sequences-1; for episodes,
+                        the sequence
+    num_sequences       number of responses, or sequences, of this rank
     clip_low, clip_high, dual_clip   algorithm.clip_ratio_low, clip_ratio_high and clip_ratio_c
     values              [T] fp32: the critic's values before the update
     ref_log_probs       [T] fp32: the reference model's
@@ -116,9 +122,9 @@ class PolicyLossInputs:
 class AggregationInputs:
     """The inputs that an aggregation of the losses may read, for one mini-batch.
 
-    lengths     [n] fp32: number of tokens of each response that are not rejected; 0 for responses
-                outside the mini-batch
-    max_tokens  rollout.max_tokens
+    lengths     [n] fp32: number of tokens of each response, or episode, that are not rejected; 0
+                for those outside the mini-batch
+    max_tokens  rollout.max_tokens, or rollout.max_episode_tokens if it is set
     """
 
     lengths: Tensor

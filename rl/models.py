@@ -23,6 +23,11 @@ def uses_reference(config: DictConfig) -> bool:
     return "ref_log_probs" in inputs_read(config, "adv_estimator", "loss_mode")
 
 
+def longest_response(config: DictConfig) -> int:
+    """Return the limit on the tokens of a response, or of all turns of an episode."""
+    return config.rollout.get("max_episode_tokens") or config.rollout.max_tokens
+
+
 def role_configs(config: DictConfig) -> dict[str, DictConfig]:
     """Return the configuration of each engine of this run, by role.
 

@@ -16,7 +16,7 @@ from rl.functions import (
     inputs_read,
     reads_tokens,
 )
-from rl.models import mini_batch_prompts
+from rl.models import longest_response, mini_batch_prompts
 from rl.requirements import check_keys_have_an_effect
 
 
@@ -123,10 +123,12 @@ def check_sampling(config: DictConfig) -> None:
             "group of one response are always equal"
         )
     overlong_buffer = config.reward.overlong_buffer
-    if overlong_buffer > config.rollout.max_tokens:
+    longest = longest_response(config)
+    if overlong_buffer > longest:
+        limit = "max_tokens" if longest == config.rollout.max_tokens else "max_episode_tokens"
         raise InputError(
-            f"reward.overlong_buffer={overlong_buffer} is more than "
-            f"rollout.max_tokens={config.rollout.max_tokens}: lower it"
+            f"reward.overlong_buffer={overlong_buffer} is more than rollout.{limit}={longest}: "
+            "lower it"
         )
 
 

@@ -9,7 +9,7 @@ PASSING_SCORE = 1
 
 
 def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, float]:
-    """Return the metrics of n responses to each prompt.
+    """Return the metrics of n responses, or episodes, to each prompt.
 
     function: reward.function. The mean score is called val/{function}, and the mean of each part
     val/{function}/{part}.
@@ -19,14 +19,15 @@ def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, flo
     """
     function_name = function.rpartition(":")[2]
     name = f"val/{function_name}"
+    episodes = samples.episodes
     metrics = {
-        name: samples.scores.mean().item(),
-        "val/response_length": samples.response_lengths.float().mean().item(),
-        "val/truncated": samples.truncated.float().mean().item(),
+        name: episodes.choose(samples.scores).mean().item(),
+        "val/response_length": episodes.total(samples.response_lengths).float().mean().item(),
+        "val/truncated": episodes.choose(samples.truncated).float().mean().item(),
         "val/failures": len(samples.failures),
     }
     for part, values in samples.parts.items():
-        metrics[f"{name}/{part}"] = values.mean().item()
+        metrics[f"{name}/{part}"] = episodes.choose(values).mean().item()
     if n > 1:
         metrics[f"{name}/mean@{n}"] = metrics[name]
         for k, rate in pass_rates(samples, n).items():
@@ -37,14 +38,16 @@ def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, flo
 def pass_rates(samples: Samples, n: int) -> dict[int, float]:
     """Return k -> pass@k for k = 2, 4, 8, ... and n.
 
-    Groups with responses that could not be graded do not count. If no group is left, the result is
+    Groups with responses or episodes that could not be graded do not count. If no group is left, the result is
     empty.
     """
-    _, index, counts = samples.group.unique(return_inverse=True, return_counts=True)
+    episodes = samples.episodes
+    groups = episodes.choose(samples.group)
+    _, index, counts = groups.unique(return_inverse=True, return_counts=True)
     is_complete = counts == n
     if not is_complete.any():
         return {}
-    passes = (samples.scores >= PASSING_SCORE).long()
+    passes = (episodes.choose(samples.scores) >= PASSING_SCORE).long()
     num_passes = torch.zeros_like(counts).index_add_(0, index, passes)[is_complete]
     powers_of_two = {2**i for i in range(1, n.bit_length())}
     return {k: pass_at_k(num_passes, n, k) for k in sorted(powers_of_two | {n})}

@@ -18,6 +18,8 @@ MAX_WRITTEN = 2000
 def write_samples(samples: Samples, path: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write one JSON object per response, with its row of the data file, and one per failure.
 
+    For episodes, there is one object per sequence, with the number of its episode.
+
     Long values of a row are cut to MAX_WRITTEN characters. Called by all ranks; rank 0 writes.
 
     group: gloo group of all ranks.
@@ -29,12 +31,10 @@ def write_samples(samples: Samples, path: Path, group: dist.ProcessGroup | None 
     row_of_group = {g: shorten_row(prompt.row) for g, prompt in prompt_of_group.items()}
     lines = []
     for i, prompt, text in zip(held, samples.prompts, samples.texts):
-        line = {
-            "group": groups[i],
-            "prompt": prompt.text,
-            "response": text,
-            "score": float(samples.scores[i]),
-        }
+        line = {"group": groups[i]}
+        if samples.episode is not None:
+            line["episode"] = int(samples.episode[i])
+        line |= {"prompt": prompt.text, "response": text, "score": float(samples.scores[i])}
         if samples.parts:
             line["parts"] = {name: float(values[i]) for name, values in samples.parts.items()}
         line["length"] = int(samples.response_lengths[i])
