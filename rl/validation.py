@@ -38,8 +38,8 @@ def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, flo
 def pass_rates(samples: Samples, n: int) -> dict[int, float]:
     """Return k -> pass@k for k = 2, 4, 8, ... and n.
 
-    Groups with responses or episodes that could not be graded do not count. If no group is left, the result is
-    empty.
+    Groups with responses or episodes that could not be graded do not count. If no group is left,
+    the result is empty.
     """
     episodes = samples.episodes
     groups = episodes.choose(samples.group)

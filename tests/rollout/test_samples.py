@@ -16,8 +16,10 @@ from rollout.records import MAX_WRITTEN, append_failures, examples, write_sample
 from rollout.samples import Samples, concat
 from tests.support.ranks import on_ranks
 from tests.support.samples import (
+    Episode,
     configure,
     failure,
+    make_episodes,
     make_samples,
 )
 
@@ -58,6 +60,40 @@ def test_concat_puts_draws_behind_each_other():
     assert len(both.prompts) == 3
     assert both.failures == [failure(0), failure(1), failure(1)]
     assert both.batch.fields["loss_mask"].tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 0, 1, 1, 1]
+
+
+def test_episodes_stay_together_in_select_and_apart_in_concat():
+    samples = make_episodes(
+        [Episode(3, 1, ["..x.", ".x"]), Episode(3, 2, [".xx"]), Episode(7, 4, ["..x", ".x.", "x"])]
+    )
+    # First branches come before second ones within a group.
+    assert samples.scores.tolist() == [1, 2, 1, 4, 4, 4]
+    assert samples.episode.tolist() == [0, 5, 0, 10, 10, 10]
+    kept = samples.select(samples.scores != 2)
+    assert kept.episode.tolist() == [0, 0, 10, 10, 10], "numbers may have gaps"
+    assert kept.episodes.index.tolist() == [0, 0, 1, 1, 1]
+    assert kept.episodes.first.tolist() == [0, 2]
+
+    episodes = concat([kept, samples]).episodes
+    assert len(episodes) == 2 + 3, "equal numbers of different draws are different episodes"
+    assert episodes.choose(torch.cat([kept.scores, samples.scores])).tolist() == [1, 4, 1, 2, 4]
+    assert episodes.total(torch.ones(11)).tolist() == [2, 3, 2, 1, 3]
+    assert episodes.repeat(torch.arange(5)).tolist() == [0, 0, 1, 1, 1, 2, 3, 2, 4, 4, 4]
+
+
+def test_responses_and_episodes_of_two_draws_are_told_apart():
+    """Without numbers, each sequence of a draw is an episode of its own."""
+    responses = make_samples([1, 2], [1, 2], [0, 0])
+    episodes = make_episodes([Episode(1, 3, ["..x", ".x"])])
+    assert concat([responses, responses]).episode is None
+    assert concat([responses, episodes]).episodes.index.tolist() == [0, 1, 2, 2]
+    assert concat([episodes, responses]).episodes.index.tolist() == [0, 0, 1, 2]
+
+
+def test_the_branches_of_an_episode_are_in_one_mini_batch():
+    samples = make_episodes([Episode(g, g, ["..x", ".x", "x"][: 1 + g % 3]) for g in range(5)])
+    assert samples.group.tolist() == [0, 1, 1, 2, 2, 2, 3, 4, 4]
+    assert samples.mini_batches(2).tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 2]
 
 
 def test_parts_go_along_and_may_be_missing_in_a_draw_without_rewards():

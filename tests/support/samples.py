@@ -1,7 +1,7 @@
 """Configurations and samples for tests of a step, made by hand."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -47,6 +47,69 @@ def make_samples(lengths, scores, group, baseline=None, failures=()):
         failures=list(failures),
         num_drawn=len(lengths) + len(failures),
         baseline=None if baseline is None else torch.tensor(baseline),
+    )
+
+
+@dataclass
+class Episode:
+    """An episode, made by hand.
+
+    branches      its sequences, one character per token: x if it was sampled, otherwise a dot
+    turn_rewards  (branch, position) -> the reward of the turn that ends there
+    """
+
+    group: int
+    score: float
+    branches: list[str]
+    turn_rewards: dict[tuple[int, int], float] = field(default_factory=dict)
+    is_truncated: bool = False
+
+    @property
+    def num_sampled(self) -> int:
+        """The number of sampled tokens."""
+        return "".join(self.branches).count("x")
+
+
+def sequences_of(episodes):
+    """Return the sequences in the order of make_episodes(), as pairs (episode, branch).
+
+    The branches of an episode are not neighbours if its group has other episodes.
+    """
+    pairs = [(e, b) for e, episode in enumerate(episodes) for b in range(len(episode.branches))]
+    return sorted(pairs, key=lambda pair: (episodes[pair[0]].group, pair[1], pair[0]))
+
+
+def make_episodes(episodes, baseline=None, failures=()):
+    """Return the samples of these episodes.
+
+    The numbers of the episodes are in none of the orders of episodes and of sequences. baseline:
+    group -> score. Every token has a log-probability of -1 in vLLM.
+    """
+    sequences = sequences_of(episodes)
+    texts = [episodes[e].branches[b] for e, b in sequences]
+    mask = torch.tensor([float(token == "x") for token in "".join(texts)])
+    cu_seqlens = torch.tensor([0, *map(len, texts)]).cumsum(0)
+    fields = {"loss_mask": mask, "rollout_log_probs": -mask}
+    if any(episode.turn_rewards for episode in episodes):
+        fields["turn_rewards"] = torch.zeros(len(mask))
+        for start, (e, b) in zip(cu_seqlens.tolist(), sequences):
+            for (branch, position), reward in episodes[e].turn_rewards.items():
+                if branch == b:
+                    fields["turn_rewards"][start + position] = reward
+    batch = Batch(torch.arange(len(mask)), cu_seqlens, fields)
+    group = [episodes[e].group for e, _ in sequences]
+    return Samples(
+        batch,
+        texts,
+        [Prompt([1, 2], f"prompt {g}", {}) for g in group],
+        **on_one_rank(batch),
+        group=torch.tensor(group),
+        scores=torch.tensor([float(episodes[e].score) for e, _ in sequences]),
+        truncated=torch.tensor([episodes[e].is_truncated for e, _ in sequences]),
+        failures=list(failures),
+        num_drawn=len(episodes) + len(failures),
+        baseline=None if baseline is None else torch.tensor([baseline[g] for g in group]),
+        episode=torch.tensor([5 * e % 23 for e, _ in sequences]),
     )
 
 
