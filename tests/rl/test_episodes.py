@@ -31,21 +31,23 @@ from tests.support.samples import (
 
 # 1 to 4 branches, gaps between sampled tokens, and unsampled tokens at the end.
 EPISODES = [
-    Episode(0, 1.0, ["..xx.xx."], is_truncated=True),
+    Episode(0, 1.0, ["..xx.xx."]),
     Episode(0, 0.0, ["..xxx", "...x.", ".xx..x"], is_truncated=True),
     Episode(0, 3.0, [".x.x.x.x", "..x"]),
     Episode(2, 2.0, ["..x", "..xx", ".x...", "...xx.x"]),
     Episode(2, -1.0, [".xxxxx"]),
     Episode(5, 0.5, ["..x..", "..xx"]),
     Episode(5, 4.0, ["...xxxx..x.."]),
+    Episode(9, 6.0, [".x.xx."]),
 ]
 WITH_TURN_REWARDS = [
     replace(EPISODES[0], turn_rewards={(0, 3): 0.75}),
     replace(EPISODES[1], turn_rewards={(0, 4): -0.5, (1, 3): 1.0, (2, 2): 0.25}),
     *EPISODES[2:6],
     replace(EPISODES[6], turn_rewards={(0, 6): 2.0, (0, 9): -3.0}),
+    EPISODES[7],
 ]
-BASELINE = {0: 0.25, 2: 4.0, 5: -1.0}
+BASELINE = {0: 0.25, 2: 4.0, 5: -1.0, 9: 2.0}
 # These estimators read tokens, and each branch is a sequence for them.
 OF_TOKENS = ("gae", "reinforce_plus_plus", "remax")
 OF_EPISODES = [name for name in BY_FORMULA if name not in OF_TOKENS]
@@ -164,7 +166,7 @@ def check_step(name, mode, loss_mode, episodes):
     loss, _ = ActorLoss(config, len(samples))(log_probs, torch.zeros_like(log_probs), f)
     loss.backward()
 
-    weights = weights_by_formula(mode, samples, episodes, {0: 0, 2: 0, 5: 1})
+    weights = weights_by_formula(mode, samples, episodes, {0: 0, 2: 0, 5: 1, 9: 1})
     leaf = log_probs.detach().double().requires_grad_()
     dense_advantages = torch.zeros(len(leaf), dtype=torch.float64)
     dense_advantages[places] = torch.tensor(
@@ -289,23 +291,23 @@ def test_branches_of_an_episode_may_be_on_different_ranks(tmp_path):
 def test_metrics_count_an_episode_once():
     _, metrics = advantages(make_episodes(EPISODES, failures=[failure(0)]))
     lengths = [episode.num_sampled for episode in EPISODES]
-    assert lengths == [4, 7, 5, 7, 5, 3, 5]
+    assert lengths == [4, 7, 5, 7, 5, 3, 5, 3]
     expected = {
-        "score/mean": 9.5 / 7,
-        "score/max": 4,
+        "score/mean": 15.5 / 8,
+        "score/max": 6,
         "score/min": -1,
-        "critic/score/mean": 9.5 / 7,
-        "critic/rewards/mean": 9.5 / 7,
-        "response_length/mean": 36 / 7,
+        "critic/score/mean": 15.5 / 8,
+        "critic/rewards/mean": 15.5 / 8,
+        "response_length/mean": 39 / 8,
         "response_length/max": 7,
         "response_length/min": 3,
-        "response_length/clip_ratio": 2 / 7,
-        "prompt_length/mean": (4 + 2 + 4 + 2 + 1 + 4 + 7) / 7,
-        "reward/informative_groups": 1,
-        "reward/failure_rate": 1 / 8,
-        "episodes/branches/mean": 14 / 7,
+        "response_length/clip_ratio": 1 / 8,
+        "prompt_length/mean": (4 + 2 + 4 + 2 + 1 + 4 + 7 + 3) / 8,
+        "reward/informative_groups": 7 / 8,
+        "reward/failure_rate": 1 / 9,
+        "episodes/branches/mean": 15 / 8,
         "episodes/branches/max": 4,
-        "episodes/branched": 4 / 7,
+        "episodes/branched": 4 / 8,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
@@ -314,7 +316,7 @@ def test_without_episodes_there_are_no_metrics_of_branches():
     samples = replace(make_episodes(EPISODES), episode=None)
     _, metrics = advantages(samples)
     assert not [name for name in metrics if name.startswith("episodes/")]
-    assert metrics["response_length/mean"] == pytest.approx(36 / 14)
+    assert metrics["response_length/mean"] == pytest.approx(39 / 15)
 
 
 def test_the_divergence_of_all_branches_comes_off_the_outcome():
@@ -379,8 +381,9 @@ def test_uninformative_groups_are_left_out_with_all_branches():
     """Groups of odd rows have one score, however many branches an episode has."""
 
     def episodes_of_group(row, sampling):
-        scores = (1.0, 1.0) if row % 2 else (2.0, 5.0)
-        return [Episode(0, scores[0], ["..x", ".x.", ".xx"]), Episode(0, scores[1], ["..x."])]
+        if row % 2:
+            return [Episode(0, 1.0, ["..x", ".x."]), Episode(0, 1.0, ["..x."])]
+        return [Episode(0, 2.0, ["..x", ".x.", ".xx"]), Episode(0, 5.0, ["..x."])]
 
     samples, _ = collect_episodes(episodes_of_group, "algorithm.filter_groups.enable=true")
     assert len(samples) == 8
