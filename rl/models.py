@@ -25,7 +25,7 @@ def uses_reference(config: DictConfig) -> bool:
 
 def longest_response(config: DictConfig) -> int:
     """Return the limit on the tokens of a response, or of all turns of an episode."""
-    return config.rollout.get("max_episode_tokens") or config.rollout.max_tokens
+    return config.rollout.max_episode_tokens or config.rollout.max_tokens
 
 
 def role_configs(config: DictConfig) -> dict[str, DictConfig]:

@@ -359,6 +359,11 @@ def test_the_penalty_for_length_is_on_all_turns_together():
     config = configure("rollout.max_tokens=9", "reward.overlong_buffer=4")
     # Sequences are: the first branches of both episodes, then the second ones.
     assert penalized_scores(config, samples).tolist() == [0.25, 1, 0.25, 1]
+    more = ["rollout.max_tokens=4", "rollout.max_episode_tokens=9", "reward.overlong_buffer=4"]
+    assert penalized_scores(configure(*more), samples).tolist() == [0.25, 1, 0.25, 1]
+    norm = "algorithm.loss_agg_mode=seq-mean-token-sum-norm"
+    f, _ = advantages(samples, "algorithm.adv_estimator=dr_grpo", norm, *more)
+    assert f["loss_weight"][f["loss_mask"] > 0].tolist() == pytest.approx([1 / 2 / 9] * 13)
 
 
 def collect_episodes(episodes_of_group, *more):
