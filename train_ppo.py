@@ -76,7 +76,8 @@ def main(config):
     config = run.config
     if config.dry_run:
         device.on_rank0(print_plan, run, role_configs(config))
-        device.on_rank0(grade_one, config, grader, run.train)
+        if not config.rollout.episode:
+            device.on_rank0(grade_one, config, grader, run.train)
         return device.shutdown()
 
     roles = Roles(config, run.device, run.tokenizer, grader, run.profiler, run.total_steps)
@@ -107,16 +108,19 @@ def main(config):
 
 
 def start_grader(config):
-    """Check the PPO settings, which is quick, and start the grading processes.
+    """Check the PPO settings, which is quick, and start the processes that grade or play episodes.
 
-    Returns a Grader. Raises InputError for settings that contradict each other, and for a reward
-    function that cannot be found or does not fit the settings.
+    Returns a Grader, or an EpisodeRunner with rollout.episode. Raises InputError for settings that
+    contradict each other, and for a function that cannot be found or does not fit the settings.
     """
     from rl.functions import inputs_read
     from rl.settings import check_settings
+    from rollout.episodes.runner import EpisodeRunner
     from rollout.grading.grader import Grader
 
     check_settings(config)
+    if config.rollout.episode:
+        return EpisodeRunner(config)
     grader = Grader(config)
     if grader.takes_groups and "baseline" in inputs_read(config, "adv_estimator"):
         raise InputError(
@@ -256,7 +260,8 @@ def validate(run, roles) -> dict[str, float]:
     if run.config.trainer.rollout_freq > 0:
         file = run.output_dir / "validation" / f"step_{step}.jsonl"
         write_samples(samples, file, roles.host_group)
-    return validation_metrics(samples, run.config.reward.function, run.config.validation.n)
+    function = run.config.rollout.episode or run.config.reward.function
+    return validation_metrics(samples, function, run.config.validation.n)
 
 
 def load_prompts(run, selection):

@@ -8,6 +8,7 @@ from config import InputError
 from engines.build import engine_class
 from engines.heads import Head
 from engines.memory import GIB, Estimate
+from engines.model.lengths import longest_sequence
 from job.hardware import Hardware
 from rollout.vllm import adapters
 from rollout.vllm.capacity import ASLEEP_BYTES, AwakeMemory
@@ -218,7 +219,7 @@ def candidates(config: DictConfig) -> dict[str, str]:
     """Return key -> value for settings that need less memory than the current ones."""
     engine = config.engine
     data = config.data
-    longest = data.get("max_length") or data.max_prompt_length + config.rollout.max_tokens
+    longest, _ = longest_sequence(config)
     half = data.max_tokens_per_micro_batch // 2
     settings = {
         "data.max_tokens_per_micro_batch": str(max(half, longest)),

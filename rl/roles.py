@@ -25,6 +25,8 @@ from rl import collecting, estimation, updates
 from rl.losses import ActorLoss, critic_loss
 from rl.models import mini_batch_prompts, needs_old_log_probs, role_configs, uses_reference
 from rollout.drawing import Request, Sampler
+from rollout.episodes.drawing import EpisodeSampler
+from rollout.episodes.runner import EpisodeRunner
 from rollout.grading.grader import Grader, check_failures
 from rollout.records import append_failures
 from rollout.samples import Samples
@@ -48,7 +50,7 @@ class Roles:
     reference  an engine, or None if nothing reads its log-probabilities, or if the actor without
                its adapters is the reference
     rollout    vLLM, which holds the actor's weights while it is awake
-    grader     the processes that call the reward function
+    grader     the processes that call the reward function, or play episodes
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Roles:
         config: DictConfig,
         this_device: torch.device,
         tokenizer,
-        grader: Grader,
+        grader: Grader | EpisodeRunner,
         profiler: Profiler,
         total_steps: int,
     ):
@@ -73,6 +75,7 @@ class Roles:
         self.host_group = dist.new_group(backend="gloo")
         self._choose_offloads()
         self.rollout = None
+        self.sampler = None
         if adapters.shares_base(config, dist.get_world_size()):
             self.rollout = Rollout(config, this_device)
         self.probe = probe.Probe(config) if config.model.lora.rank else None
@@ -130,6 +133,23 @@ class Roles:
         self._offload_trained()
         if self.rollout is None:
             self.rollout = Rollout(self.config, self.device)
+        self.sampler = self._start_sampler()
+
+    def _start_sampler(self) -> Sampler | EpisodeSampler:
+        """Return what draws responses, or episodes of several turns."""
+        config = self.config
+        if config.rollout.episode:
+            return EpisodeSampler.start(
+                config, self.rollout, self.grader, self.tokenizer, self.host_group
+            )
+        return Sampler(
+            self.rollout,
+            self.grader,
+            self.tokenizer,
+            self.host_group,
+            config.reward.max_failure_rate,
+            config.reward.skip_special_tokens,
+        )
 
     def _trained_with_actor(self) -> dict[str, Engine]:
         """Return the engines that are trained besides the actor, by role."""
@@ -200,17 +220,9 @@ class Roles:
         there are too many of them.
         """
         max_failure_rate = self.config.reward.max_failure_rate
-        sampler = Sampler(
-            self.rollout,
-            self.grader,
-            self.tokenizer,
-            self.host_group,
-            max_failure_rate,
-            self.config.reward.skip_special_tokens,
-        )
         seeds = (self.config.trainer.seed, seed)
         request = Request(dataset, rows, sampling, seeds, first_group)
-        samples = sampler.draw(request, profiler or self.profiler)
+        samples = self.sampler.draw(request, profiler or self.profiler)
         if dist.get_rank() == 0:
             append_failures(samples, Path(self.config.output_dir) / "failures.jsonl", step)
         check_failures(samples.failures, samples.num_drawn, max_failure_rate)
@@ -330,5 +342,7 @@ class Roles:
 
     def close(self) -> None:
         """Stop vLLM and the process group. vLLM wakes up to stop, so offload the engines first."""
+        if self.sampler:
+            self.sampler.close()
         self._offload_trained()
         self.rollout.shutdown()

@@ -6,8 +6,9 @@ import sys
 import torch
 from omegaconf import DictConfig
 
-from config import InputError
+from config import InputError, defaults
 from engines.context_parallel import sequence_limit
+from engines.model.lengths import longest_sequence
 from rl.functions import (
     FUNCTIONS,
     built_in_readers,
@@ -31,6 +32,7 @@ def check_settings(config: DictConfig) -> None:
     check_no_dropout(config)
     check_keys_have_an_effect(config)
     check_sampling(config)
+    check_episodes(config)
     check_cut_off_tokens(config)
     check_longest_sequence(config)
 
@@ -132,6 +134,25 @@ def check_sampling(config: DictConfig) -> None:
         )
 
 
+def check_episodes(config: DictConfig) -> None:
+    """Raise InputError for settings that have no effect on episodes, or do not work with them."""
+    episode = config.rollout.episode
+    if not episode:
+        return
+    unused = ("function", "kwargs", "num_workers", "timeout", "concurrency", "skip_special_tokens")
+    for key in unused:
+        if config.reward[key] != defaults("reward")[key]:
+            raise InputError(
+                f"reward.{key}={config.reward[key]} does nothing with rollout.episode={episode}, "
+                "which gives the reward itself: leave it out"
+            )
+    if config.model.images:
+        raise InputError(
+            f"rollout.episode={episode} does not work with model.images=true yet: set "
+            "model.images=false"
+        )
+
+
 def check_cut_off_tokens(config: DictConfig) -> None:
     """Check that the trainer's log-probabilities cover the same tokens as vLLM's.
 
@@ -171,10 +192,9 @@ def cut_off_settings(config: DictConfig) -> str:
 
 def check_longest_sequence(config: DictConfig) -> None:
     """Raise InputError if a prompt and its response may not fit into a micro-batch."""
-    longest = config.data.max_prompt_length + config.rollout.max_tokens
+    longest, keys = longest_sequence(config)
     limit, description = sequence_limit(config, int(os.environ.get("WORLD_SIZE", 1)))
     if longest > limit:
         raise InputError(
-            f"data.max_prompt_length + rollout.max_tokens = {longest} is more than {description}: "
-            "raise it, or lower them"
+            f"{keys} = {longest} is more than {description}: raise it, or lower {keys}"
         )

@@ -18,7 +18,8 @@ MAX_WRITTEN = 2000
 def write_samples(samples: Samples, path: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write one JSON object per response, with its row of the data file, and one per failure.
 
-    For episodes, there is one object per sequence, with the number of its episode.
+    For episodes, there is one object per sequence, with the number of its episode and, at the last
+    sequence of an episode, its messages.
 
     Long values of a row are cut to MAX_WRITTEN characters. Called by all ranks; rank 0 writes.
 
@@ -30,7 +31,8 @@ def write_samples(samples: Samples, path: Path, group: dist.ProcessGroup | None 
     prompt_of_group = {groups[i]: prompt for i, prompt in zip(held, samples.prompts)}
     row_of_group = {g: shorten_row(prompt.row) for g, prompt in prompt_of_group.items()}
     lines = []
-    for i, prompt, text in zip(held, samples.prompts, samples.texts):
+    details = samples.details or [{}] * len(held)
+    for i, prompt, text, more in zip(held, samples.prompts, samples.texts, details):
         line = {"group": groups[i]}
         if samples.episode is not None:
             line["episode"] = int(samples.episode[i])
@@ -39,6 +41,7 @@ def write_samples(samples: Samples, path: Path, group: dist.ProcessGroup | None 
             line["parts"] = {name: float(values[i]) for name, values in samples.parts.items()}
         line["length"] = int(samples.response_lengths[i])
         line["truncated"] = bool(samples.truncated[i])
+        line |= more
         line["row"] = row_of_group[groups[i]]
         lines.append((i, json.dumps(line)))
     all_lines = gather_on_first_rank(lines, group)

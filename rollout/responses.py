@@ -50,17 +50,8 @@ class Responses:
     def _write(self, position: tuple, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
         self.tokens[position] = token_ids[:, 0]
         self.log_probs[position] = log_probs[:, 0]
-        if self.candidates is None:
-            return
-        if (np.exp(log_probs[:, 1:]).sum(1) < MIN_COVERAGE).any():
-            num_candidates = token_ids.shape[1] - 1
-            warnings.warn(
-                f"some tokens were drawn from more than {num_candidates} candidates, because "
-                "several candidates are equally likely, but the trainer knows only the first "
-                f"{num_candidates}: lower rollout.top_p, or raise rollout.top_k",
-                stacklevel=2,
-            )
-        self.candidates[position] = np.where(np.isinf(log_probs), -1, token_ids)
+        if self.candidates is not None:
+            self.candidates[position] = candidates_of(token_ids, log_probs)
 
     def batch(self, prompts: Sequence[list[int]]) -> Batch:
         """Return prompts and responses, packed, with the fields that Rollout.generate() lists."""
@@ -92,6 +83,24 @@ class Responses:
             torch.from_numpy(cu_seqlens),
             {name: torch.from_numpy(values) for name, values in fields.items()},
         )
+
+
+def candidates_of(token_ids: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
+    """Return the candidates that tokens were drawn from, padded with -1, after the tokens.
+
+    Warns if there were others.
+
+    token_ids, log_probs: [tokens, 1 + num_candidates], as Responses.append() gets them.
+    """
+    num_candidates = token_ids.shape[1] - 1
+    if num_candidates and (np.exp(log_probs[:, 1:]).sum(1) < MIN_COVERAGE).any():
+        warnings.warn(
+            f"some tokens were drawn from more than {num_candidates} candidates, because "
+            "several candidates are equally likely, but the trainer knows only the first "
+            f"{num_candidates}: lower rollout.top_p, or raise rollout.top_k",
+            stacklevel=2,
+        )
+    return np.where(np.isinf(log_probs), -1, token_ids)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype) -> np.ndarray:

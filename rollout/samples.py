@@ -75,6 +75,7 @@ class Samples:
                 at the last token of its turn. A score includes the turn rewards of its episode.
                 Either all draws and ranks have turn_rewards, or none
     texts       the m responses as text
+    details     for people: more about each of the m sequences, in JSON; empty if there is nothing
     prompts     the m prompts
     owner       [n] int64: the rank that holds the tokens and the text of each response
     rank        this rank
@@ -114,6 +115,7 @@ class Samples:
     parts: dict[str, Tensor] = field(default_factory=dict)
     rows: Tensor | None = None
     episode: Tensor | None = None
+    details: list[dict] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.group)
@@ -142,6 +144,7 @@ class Samples:
             self,
             batch=self.batch.select(kept_here),
             texts=[self.texts[i] for i in kept_here],
+            details=[self.details[i] for i in kept_here] if self.details else [],
             prompts=[self.prompts[i] for i in kept_here],
             parts={name: x[keep] for name, x in self.parts.items()},
             **{name: x[keep] for name, x in self.tensors.items()},
@@ -189,6 +192,7 @@ def concat(draws: Sequence[Samples]) -> Samples:
         draws[0],
         batch=Batch.concat([samples.batch for samples in draws]),
         texts=sum((samples.texts for samples in draws), []),
+        details=sum((samples.details for samples in draws), []),
         prompts=sum((samples.prompts for samples in draws), []),
         failures=sum((samples.failures for samples in draws), []),
         num_drawn=sum(samples.num_drawn for samples in draws),

@@ -12,6 +12,8 @@ from engines.model.quirks import LENGTH_DEPENDENT_ROPE
 def longest_sequence(config: DictConfig) -> tuple[int, str]:
     """Return the maximum sequence length of this run, and the keys that set it."""
     if "rollout" in config:
+        if config.rollout.max_episode_tokens:
+            return config.rollout.max_episode_tokens, "rollout.max_episode_tokens"
         longest = config.data.max_prompt_length + config.rollout.max_tokens
         return longest, "data.max_prompt_length + rollout.max_tokens"
     return config.data.max_length, "data.max_length"

@@ -174,6 +174,16 @@ class EpisodeRunner(WorkerPool):
         self.tool_errors = job.tool_errors
         return job.results
 
+    def check(self, row: dict) -> str:
+        """Return a notice about how rows reach the user's code, or "".
+
+        Raises:
+            InputError: the user's class needs a prompt, and the row has none.
+        """
+        if self._needs_messages:
+            self._messages(row)
+        return self.notice
+
     def _messages(self, row: dict) -> list[dict]:
         """Return the prompt of a row as messages, for a class that plays with it."""
         options = self.config.data

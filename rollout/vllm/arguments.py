@@ -94,11 +94,13 @@ def model_arguments(config: DictConfig, is_tied: bool = False) -> dict:
     groups = sampling_groups(config).values()
     max_tokens = max(sampling.max_tokens for sampling in groups)
     num_logprobs = max(sampling.top_k for sampling in groups) + NUM_TIES
-    needs_text = any(sampling.stop for sampling in groups)
+    longest_response = config.data.max_prompt_length + max_tokens
+    # A request of an episode may have stop strings of its own.
+    needs_text = bool(config.rollout.episode) or any(sampling.stop for sampling in groups)
     hf_config = read_hf_config(config.model.path)
     return {
         "model": config.model.path,
-        "max_model_len": config.data.max_prompt_length + max_tokens,
+        "max_model_len": config.rollout.max_episode_tokens or longest_response,
         "dtype": config.engine.compute_dtype,
         # Text is needed only to find stop strings. The ids that end a response are read from the
         # model's files.

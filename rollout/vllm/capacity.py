@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from engines.memory import GIB
 from engines.model import mtp
 from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.lengths import longest_sequence
 from engines.model.shape import attention_widths, head_dim
 from engines.planning import round_up
 
@@ -43,7 +44,7 @@ class AwakeMemory:
         rollout = config.rollout
         weights = weight_bytes(config)
         shape = read_hf_config(config.model.path).get_text_config()
-        longest = config.data.max_prompt_length + rollout.max_tokens
+        longest, _ = longest_sequence(config)
         total = rollout.gpu_memory_utilization * device_bytes
         setting = f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}"
         if rollout.kv_cache_gib:

@@ -53,7 +53,12 @@ def run_requests(
 def copy_outputs(outputs: list, responses: Responses) -> None:
     """Copy vLLM's outputs into `responses`, one row per output."""
     for row, output in enumerate(outputs):
-        num_tokens = len(output.token_ids)
-        token_ids = np.array(output.logprobs.token_ids).reshape(num_tokens, -1)
-        log_probs = np.array(output.logprobs.logprobs).reshape(num_tokens, -1)
-        responses.set(row, token_ids, log_probs)
+        responses.set(row, *read_output(output))
+
+
+def read_output(output) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids and log-probabilities of an output: [tokens, 1 + num_candidates]."""
+    num_tokens = len(output.token_ids)
+    token_ids = np.array(output.logprobs.token_ids).reshape(num_tokens, -1)
+    log_probs = np.array(output.logprobs.logprobs).reshape(num_tokens, -1)
+    return token_ids, log_probs

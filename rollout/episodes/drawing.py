@@ -1,0 +1,428 @@
+"""Draw graded episodes of several turns: assign, play, share.
+
+Each episode is assigned to a replica of vLLM, whose first rank starts the user's function in worker
+processes. All ranks of the replica record the tokens. Each keeps some of the episodes, and shares
+their numbers with all ranks. See rollout/drawing.py, which does the same for single responses.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor
+
+from data.prompts import Prompt
+from engines.model.lengths import longest_sequence
+from profiling import Profiler
+from rollout.drawing import Assignment, Request, assign, float64, response_numbers
+from rollout.episodes.recorder import Branch, pack
+from rollout.episodes.runner import EpisodeRunner, Limit
+from rollout.episodes.server import GatewayServer
+from rollout.episodes.stepping import EpisodeLoop, Inbox, Playing, StepTimes
+from rollout.exchange import gather_on_all_ranks, sum_over_ranks
+from rollout.grading.grader import Failure, Reward
+from rollout.samples import Samples
+from rollout.vllm.engine import Rollout
+from rollout.vllm.sampling import count_candidates, preserved_random_state
+
+Result = Reward | Failure | Limit | None
+
+NO_TURNS = "the episode ended without a turn of the model, so there is nothing to learn from"
+
+
+class Director:
+    """Starts the episodes of one replica, on its first rank, and passes messages on.
+
+    Args:
+        server: the gateway.
+        runner: the worker processes.
+        limits: max_turns and max_episode_tokens, as the gateway wants them.
+    """
+
+    def __init__(self, server: GatewayServer, runner: EpisodeRunner, limits: dict):
+        self.server = server
+        self.runner = runner
+        self.limits = limits
+        self.pool = ThreadPoolExecutor(1)
+        self.attempts: queue.SimpleQueue[dict] = queue.SimpleQueue()
+        self.results: Future | None = None
+
+    def start(
+        self, rows: list[dict], groups: list[int], sampling: DictConfig, max_failures: float
+    ) -> None:
+        """Start to play one episode for each row, in another thread."""
+        keys = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
+        settings = {key: sampling[key] for key in keys}
+        settings["stop"] = list(sampling.stop)
+        self.announcement = {"sampling": settings, **self.limits}
+        self.results = self.pool.submit(
+            self.runner.play, rows, groups, self.server.base_url, self.new_key, max_failures
+        )
+
+    def new_key(self, index: int) -> str:
+        """Return the API key for an attempt of an episode. Called in any thread."""
+        key = secrets.token_hex(16)
+        # In this order: no request with a key may arrive before its attempt is known.
+        self.attempts.put({"attempt": key, "index": index})
+        self.server.send({"begin": [key], **self.announcement})
+        return key
+
+    def receive(self, seconds: float) -> list[dict]:
+        """Return what has happened since the last call; wait at most this long for something."""
+        is_over = self.results.done()
+        messages = self.server.receive(0.0 if is_over else seconds)
+        if is_over:
+            while more := self.server.receive(0.0):
+                messages += more
+        attempts = [self.attempts.get() for _ in range(self.attempts.qsize())]
+        if is_over:
+            messages.append({"results": self.results.result()})
+        return attempts + messages
+
+    def close(self) -> None:
+        self.server.close()
+        self.runner.close()
+        self.pool.shutdown()
+
+
+@dataclass(frozen=True)
+class Played:
+    """The r episodes of this rank's replica.
+
+    playing  their recorded tokens
+    results  rewards, failures and limits; None for episodes that were not played to the end,
+             because there were too many failures
+    times    of this replica
+    seconds  [ranks] fp32: the time that this rank spent; 0 for other ranks
+    """
+
+    playing: list[Playing]
+    results: list[Result]
+    times: StepTimes
+    seconds: Tensor
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The m episodes that this rank keeps.
+
+    index    [m] int64: their indices among the n episodes of the draw
+    playing  their recorded tokens
+    results  their rewards, failures and limits
+    prompts  the rows that they were started with
+    """
+
+    index: Tensor
+    playing: list[Playing]
+    results: list[Result]
+    prompts: list[Prompt]
+
+    def branches(self, i: int) -> list[Branch]:
+        """Return the branches of an episode that has a reward; none for the others."""
+        is_graded = isinstance(self.results[i], Reward)
+        return self.playing[i].episode.branches if is_graded else []
+
+
+@dataclass(frozen=True)
+class EpisodeNumbers:
+    """Numbers of each episode that all ranks know: float64 [n], 0 without a reward.
+
+    branches     the number of training sequences
+    score        the reward, with those of the turns
+    tokens       sampled by the model
+    parts        the parts of the reward, by name
+    """
+
+    branches: Tensor
+    score: Tensor
+    truncated: Tensor
+    tokens: Tensor
+    turns: Tensor
+    tool_calls: Tensor
+    tool_errors: Tensor
+    limited: Tensor
+    parts: dict[str, Tensor]
+
+    @staticmethod
+    def of(kept: Kept, part_names: Sequence[str]) -> EpisodeNumbers:
+        """Return the numbers of this rank's m episodes."""
+        playing = kept.playing
+        rewards = [result if isinstance(result, Reward) else None for result in kept.results]
+        scores = [
+            reward.score + one.episode.reward_sum if reward else 0.0
+            for one, reward in zip(playing, rewards)
+        ]
+        parts = {}
+        for name in part_names:
+            parts[name] = float64([reward.parts[name] if reward else 0.0 for reward in rewards])
+        return EpisodeNumbers(
+            branches=float64([float(len(kept.branches(i))) for i in range(len(playing))]),
+            score=float64(scores),
+            truncated=float64([float(one.episode.is_truncated) for one in playing]),
+            tokens=float64([float(one.episode.num_sampled) for one in playing]),
+            turns=float64([float(one.episode.num_turns) for one in playing]),
+            tool_calls=float64([float(one.num_tool_calls) for one in playing]),
+            tool_errors=float64([float(one.num_tool_errors) for one in playing]),
+            limited=float64([float(one.limit is not None) for one in playing]),
+            parts=parts,
+        )
+
+    def on_all_ranks(
+        self, index: Tensor, num_episodes: int, group: dist.ProcessGroup | None
+    ) -> EpisodeNumbers:
+        """Gather the numbers of all episodes from all ranks. index: as in Kept."""
+        columns = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        columns += self.parts.values()
+        table = torch.zeros(num_episodes, len(columns), dtype=torch.float64)
+        table[index] = torch.stack(columns, 1)
+        gathered = sum_over_ranks(table, group).unbind(1)
+        num_parts = len(self.parts)
+        own = gathered[: len(gathered) - num_parts]
+        parts = gathered[len(gathered) - num_parts :]
+        return EpisodeNumbers(*own, dict(zip(self.parts, parts)))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the draw."""
+        return {
+            "episodes/turns/mean": self.turns.mean().item(),
+            "episodes/turns/max": self.turns.max().item(),
+            "episodes/tool_calls/mean": self.tool_calls.mean().item(),
+            "episodes/tool_errors": self.tool_errors.sum().item(),
+            "episodes/limited": self.limited.mean().item(),
+        }
+
+
+@dataclass(frozen=True)
+class EpisodeSampler:
+    """Draws graded episodes.
+
+    rollout           vLLM, which must be awake
+    director          plays the episodes; None except on the first rank of a replica
+    tokenizer         decodes tokens for people to read
+    host_group        gloo group of all ranks
+    replica_group     gloo group of the replica's ranks; None if there is one
+    max_failure_rate  no more episodes start when more than this fraction of a draw has failed
+    """
+
+    rollout: Rollout
+    director: Director | None
+    tokenizer: object
+    host_group: dist.ProcessGroup | None
+    replica_group: dist.ProcessGroup | None
+    max_failure_rate: float
+
+    @classmethod
+    def start(
+        cls,
+        config: DictConfig,
+        rollout: Rollout,
+        runner: EpisodeRunner,
+        tokenizer,
+        host_group: dist.ProcessGroup | None,
+    ) -> EpisodeSampler:
+        """Start the gateway on the first rank of each replica. Called by all ranks.
+
+        Raises InputError on that rank if the gateway cannot work with the configuration.
+        """
+        replica_group = make_replica_group(rollout)
+        director = None
+        if rollout.tp_rank == 0:
+            server = GatewayServer(gateway_settings(config, rollout, tokenizer))
+            max_turns = config.rollout.max_turns
+            limits = {"max_turns": max_turns, "max_episode_tokens": longest_sequence(config)[0]}
+            director = Director(server, runner, limits)
+            if dist.get_rank() == 0:
+                print("\n".join(server.notices), flush=True)
+        else:
+            runner.close()
+        max_failure_rate = config.reward.max_failure_rate
+        return cls(rollout, director, tokenizer, host_group, replica_group, max_failure_rate)
+
+    def close(self) -> None:
+        """End the gateway and the workers."""
+        if self.director:
+            self.director.close()
+
+    def draw(self, request: Request, profiler: Profiler) -> Samples:
+        """Return the graded episodes of a request, played by all replicas.
+
+        Called by all ranks. Every rank gets the numbers of all episodes, but the tokens of an
+        episode are only on one rank. Episodes without a reward appear only in the list of failures.
+        """
+        assignment = assign(request, self.rollout.replica, self.rollout.num_replicas)
+        with profiler.stage("rollout_generate", self.rollout):
+            played = self.play(request, assignment)
+        with profiler.stage("reward"):
+            return self.share(request, assignment, played)
+
+    def play(self, request: Request, assignment: Assignment) -> Played:
+        """Play the episodes of this rank's replica."""
+        start = time.perf_counter()
+        positions = assignment.position[assignment.replica].tolist()
+        if self.director:
+            row_at = {p: request.dataset[int(request.rows[p])].row for p in set(positions)}
+            rows = [row_at[p] for p in positions]
+            max_failures = self.max_failure_rate * len(assignment.owner)
+            self.director.start(rows, positions, request.sampling, max_failures)
+        receive = self.director.receive if self.director else no_messages
+        answer = self.director.server.send if self.director else no_answer
+        loop = EpisodeLoop(
+            self.rollout,
+            request.sampling,
+            response_numbers(request, assignment),
+            Inbox(self.rollout, receive, self.replica_group),
+            answer,
+        )
+        with preserved_random_state():
+            results = loop.run()
+        rank = torch.tensor(dist.get_rank())
+        seconds = torch.zeros(dist.get_world_size())
+        seconds = seconds.index_fill(0, rank, time.perf_counter() - start)
+        return Played(loop.playing, results, loop.times, seconds)
+
+    def share(self, request: Request, assignment: Assignment, played: Played) -> Samples:
+        """Share the numbers of all episodes with all ranks, and return all samples.
+
+        Also records the mean number of sampled tokens of each row's episodes in the dataset.
+        """
+        kept = self.keep(request, assignment, played)
+        num_episodes = len(assignment.owner)
+        own_numbers = EpisodeNumbers.of(kept, self.agree_on_parts(kept))
+        numbers = own_numbers.on_all_ranks(kept.index, num_episodes, self.host_group)
+        mean_tokens = numbers.tokens.view(len(request.rows), -1).float().mean(1)
+        request.dataset.drawn_lengths[request.rows] = mean_tokens
+
+        num_branches = numbers.branches.long()
+        first_sequence = num_branches.cumsum(0) - num_branches
+        episode = torch.repeat_interleave(torch.arange(num_episodes), num_branches)
+        branches = []
+        prompts = []
+        sequences = []
+        details = []
+        for i, first in enumerate(first_sequence[kept.index].tolist()):
+            for j, branch in enumerate(kept.branches(i)):
+                branches.append(branch)
+                prompts.append(kept.prompts[i])
+                sequences.append(first + j)
+                details.append(kept.playing[i].details(j))
+        lengths = torch.zeros(len(episode), 2, dtype=torch.int64)
+        for sequence, branch in zip(sequences, branches):
+            lengths[sequence] = torch.tensor([len(branch.token_ids), branch.num_sampled])
+        lengths = sum_over_ranks(lengths, self.host_group)
+        return Samples(
+            batch=pack(branches, self.num_candidates(request.sampling)),
+            texts=[self.text(branch) for branch in branches],
+            details=details,
+            prompts=prompts,
+            owner=assignment.owner[episode],
+            rank=dist.get_rank(),
+            lengths=lengths[:, 0],
+            response_lengths=lengths[:, 1],
+            group=request.first_group + assignment.position[episode],
+            scores=numbers.score.float()[episode],
+            truncated=numbers.truncated.bool()[episode],
+            failures=self.all_failures(kept),
+            num_drawn=num_episodes,
+            metrics=self.metrics(played) | numbers.metrics(),
+            parts={name: values.float()[episode] for name, values in numbers.parts.items()},
+            episode=episode,
+        )
+
+    def keep(self, request: Request, assignment: Assignment, played: Played) -> Kept:
+        """Return the episodes that this rank keeps."""
+        kept = assignment.held.nonzero()[:, 0].tolist()
+        index = assignment.replica[kept]
+        rows = [int(request.rows[p]) for p in assignment.position[index].tolist()]
+        playing = [played.playing[i] for i in kept]
+        results = [played.results[i] for i in kept]
+        prompts = [request.dataset[row] for row in rows]
+        for i, result in enumerate(results):
+            if isinstance(result, Reward) and not playing[i].episode.num_sampled:
+                results[i] = Failure("no turns", NO_TURNS, prompts[i].row, "")
+        return Kept(index, playing, results, prompts)
+
+    def agree_on_parts(self, kept: Kept) -> list[str]:
+        """Return the names of the parts, which are those of the first reward of the draw."""
+        rewards = [
+            (i, sorted(result.parts))
+            for i, result in zip(kept.index.tolist(), kept.results)
+            if isinstance(result, Reward)
+        ]
+        first_of_rank = gather_on_all_ranks(rewards[:1], self.host_group)
+        _, parts = min(first_of_rank, default=(0, []))
+        return parts
+
+    def all_failures(self, kept: Kept) -> list[Failure]:
+        """Return the failures of all ranks, in the order of the episodes."""
+        failures = [
+            (i, result)
+            for i, result in zip(kept.index.tolist(), kept.results)
+            if isinstance(result, Failure)
+        ]
+        failures = gather_on_all_ranks(failures, self.host_group)
+        return [failure for _, failure in sorted(failures, key=lambda pair: pair[0])]
+
+    def metrics(self, played: Played) -> dict[str, float]:
+        """Return metrics of the times of all replicas."""
+        seconds = sum_over_ranks(played.seconds.clone(), self.host_group)
+        idle = 1 - seconds / seconds.max()
+        waiting = torch.tensor([played.times.idle, played.times.total], dtype=torch.float64)
+        waiting_seconds, total_seconds = sum_over_ranks(waiting, self.host_group).tolist()
+        return {
+            "perf/rollout_idle": idle.mean().item(),
+            "perf/rollout_idle_max": idle.max().item(),
+            "episodes/vllm_idle": waiting_seconds / total_seconds,
+        }
+
+    def num_candidates(self, sampling: DictConfig) -> int:
+        return count_candidates(sampling, self.rollout.vocab_size)
+
+    def text(self, branch: Branch) -> str:
+        """Return the text of a branch, from its first sampled token on, with special tokens."""
+        first = branch.is_sampled.index(True)
+        return self.tokenizer.decode(branch.token_ids[first:], skip_special_tokens=False)
+
+
+def make_replica_group(rollout: Rollout) -> dist.ProcessGroup | None:
+    """Return a gloo group of this rank's replica, or None if the replica is this rank alone."""
+    if rollout.tp_size == 1:
+        return None
+    own_group = None
+    for replica in range(rollout.num_replicas):
+        first = replica * rollout.tp_size
+        ranks = list(range(first, first + rollout.tp_size))
+        group = dist.new_group(ranks, backend="gloo")
+        if replica == rollout.replica:
+            own_group = group
+    return own_group
+
+
+def gateway_settings(config: DictConfig, rollout: Rollout, tokenizer) -> dict:
+    """Return the first message to the gateway."""
+    template = tokenizer.chat_template
+    return {
+        "model_path": config.model.path,
+        "chat_template": template if isinstance(template, str) else None,
+        "template_kwargs": {},
+        "tool_parser": config.rollout.tool_parser,
+        "reasoning_parser": config.rollout.reasoning_parser,
+        "stop_token_ids": rollout.stop_token_ids,
+        "max_model_len": longest_sequence(config)[0],
+    }
+
+
+def no_messages(seconds: float) -> list[dict]:
+    """The messages on a rank that learns them from another one."""
+    return []
+
+
+def no_answer(message: dict) -> None:
+    """The answer of a rank that does not talk to the gateway."""

@@ -1,0 +1,183 @@
+"""The tokens of episodes, exactly as vLLM sampled them.
+
+An episode is a sequence of turns. In each turn the model continues a prompt, which is a list of
+token ids. Nothing else is known about a prompt: neither its messages nor where it comes from. If it
+begins with all tokens of an earlier turn, it continues that turn's branch. Otherwise, it begins a
+branch of its own: the agent has edited or shortened its history, or asks the same again.
+
+A branch becomes one training sequence. Its loss mask is 1 on sampled tokens and 0 on all others, so
+every sampled token is trained exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from data.batching.batch import Batch, make_cu_seqlens
+from rollout.responses import candidates_of
+
+
+@dataclass
+class Branch:
+    """Tokens that were read or sampled one after another.
+
+    Attributes:
+        token_ids: all tokens so far.
+        is_sampled: for every token, whether the model sampled it.
+        log_probs: for every token, its log-probability under the distribution that it was sampled
+            from; 0 if it was not sampled.
+        rewards: for every token, the reward that was given at it; 0 for most.
+        candidates: for every token, the token ids that it was sampled from (see Batch); empty
+            unless rollout.top_k is set.
+        is_open: whether a turn of this branch has begun and not ended.
+    """
+
+    token_ids: list[int]
+    is_sampled: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    candidates: list[np.ndarray] = field(default_factory=list)
+    is_open: bool = False
+
+    def continues_in(self, prompt_ids: list[int]) -> bool:
+        """Return whether a prompt begins with all tokens of this branch."""
+        length = len(self.token_ids)
+        return not self.is_open and prompt_ids[:length] == self.token_ids
+
+    def read(self, prompt_ids: list[int]) -> None:
+        """Append the tokens of a prompt that follow those of this branch."""
+        num_new = len(prompt_ids) - len(self.is_sampled)
+        self.token_ids = list(prompt_ids)
+        self.is_sampled += [False] * num_new
+        self.log_probs += [0.0] * num_new
+        self.rewards += [0.0] * num_new
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.is_sampled)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn that has begun: the model continues `branch`."""
+
+    branch: Branch
+    prompt_ids: list[int]
+
+
+class Episode:
+    """The branches of one episode.
+
+    Attributes:
+        branches: in the order in which they began.
+        is_truncated: whether the last turn was cut off, or a limit ended the episode.
+        num_turns: the turns that have begun.
+    """
+
+    def __init__(self):
+        self.branches: list[Branch] = []
+        self.is_truncated = False
+        self.num_turns = 0
+        self._num_asked: dict[tuple[int, ...], int] = {}
+        self._last: Branch | None = None
+
+    def count(self, prompt_ids: list[int]) -> int:
+        """Return how many turns with this prompt have begun before; count this one, too."""
+        key = tuple(prompt_ids)
+        number = self._num_asked.get(key, 0)
+        self._num_asked[key] = number + 1
+        return number
+
+    def begin(self, prompt_ids: list[int]) -> Turn:
+        """Begin a turn in the longest branch that the prompt continues, or in a new branch."""
+        self.num_turns += 1
+        continued = [branch for branch in self.branches if branch.continues_in(prompt_ids)]
+        if continued:
+            branch = max(continued, key=lambda branch: len(branch.token_ids))
+        else:
+            branch = Branch([])
+            self.branches.append(branch)
+        branch.read(prompt_ids)
+        branch.is_open = True
+        return Turn(branch, prompt_ids)
+
+    def end(self, turn: Turn, token_ids: np.ndarray, log_probs: np.ndarray, is_cut: bool) -> None:
+        """Append the sampled tokens of a turn.
+
+        Args:
+            token_ids, log_probs: [tokens, 1 + num_candidates]; vLLM lists the token that was drawn
+                first, followed by the num_candidates most likely ones.
+            is_cut: whether the turn reached its maximum number of tokens.
+        """
+        branch = turn.branch
+        num_tokens = len(token_ids)
+        branch.token_ids += token_ids[:, 0].tolist()
+        branch.is_sampled += [True] * num_tokens
+        branch.log_probs += log_probs[:, 0].tolist()
+        branch.rewards += [0.0] * num_tokens
+        branch.candidates.append(candidates_of(token_ids, log_probs))
+        branch.is_open = False
+        self.is_truncated = is_cut
+        self._last = branch
+
+    def drop(self, turn: Turn) -> None:
+        """Forget a turn that was aborted, and its branch if the turn was its first."""
+        branch = turn.branch
+        if not branch.num_sampled:
+            self.branches = [other for other in self.branches if other is not branch]
+        branch.is_open = False
+
+    def reward(self, value: float) -> None:
+        """Give a reward at the last token of the turn that ended last.
+
+        Raises:
+            ValueError: no turn has ended.
+        """
+        if self._last is None:
+            raise ValueError("a reward before the first turn has ended")
+        self._last.rewards[-1] += value
+
+    @property
+    def reward_sum(self) -> float:
+        """The sum of the rewards that were given at turns."""
+        return sum(sum(branch.rewards) for branch in self.branches)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(branch.num_sampled for branch in self.branches)
+
+
+def pack(branches: Sequence[Branch], num_candidates: int) -> Batch:
+    """Lay branches end to end.
+
+    The batch has the fields loss_mask, rollout_log_probs and turn_rewards, fp32 [T] each, and
+    candidate_ids, int32 [T, 1 + num_candidates], if num_candidates is not 0.
+    """
+    lengths = torch.tensor([len(branch.token_ids) for branch in branches], dtype=torch.int64)
+    cu_seqlens = make_cu_seqlens(lengths)
+    loss_mask = torch.tensor(flatten([branch.is_sampled for branch in branches])).float()
+    fields = {
+        "loss_mask": loss_mask,
+        "rollout_log_probs": float32([branch.log_probs for branch in branches]),
+        "turn_rewards": float32([branch.rewards for branch in branches]),
+    }
+    if num_candidates:
+        candidates = np.full((len(loss_mask), 1 + num_candidates), -1, np.int32)
+        sampled = [rows for branch in branches for rows in branch.candidates]
+        if sampled:
+            candidates[loss_mask.bool().numpy()] = np.concatenate(sampled)
+        fields["candidate_ids"] = torch.from_numpy(candidates)
+    token_ids = flatten([branch.token_ids for branch in branches])
+    return Batch(torch.tensor(token_ids, dtype=torch.int64), cu_seqlens, fields)
+
+
+def float32(values: Sequence[list[float]]) -> torch.Tensor:
+    return torch.tensor(flatten(values), dtype=torch.float32)
+
+
+def flatten(parts: Sequence[list]) -> list:
+    return [value for part in parts for value in part]

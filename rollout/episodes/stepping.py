@@ -1,0 +1,268 @@
+"""Step vLLM while the requests of running episodes arrive, and record what it samples.
+
+Requests join the running batch between two steps, and episodes end while others go on. All ranks of
+a replica run the same loop. The first one talks to the gateway, and tells the others what has
+arrived, so that all of them see the same requests in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+
+from rollout.episodes.recorder import Episode, Turn
+from rollout.vllm.engine import Rollout
+from rollout.vllm.generation import read_output
+from rollout.vllm.sampling import request_seed
+
+# How long to wait for a request while vLLM has none, before asking again whether the draw is over.
+WAIT_SECONDS = 0.01
+
+
+@dataclass
+class Playing:
+    """An episode that is being played.
+
+    Attributes:
+        key: the API key of the current attempt. An attempt whose worker has died is repeated.
+        seed: the numbers that its random numbers depend on.
+        episode: the recorded tokens.
+        messages: the conversation so far, for people to read.
+        limit: the limit that it has reached, or None.
+        num_tool_calls: calls of tools that the model wrote.
+        num_tool_errors: those that could not be read.
+    """
+
+    key: str = ""
+    seed: tuple[int, ...] = ()
+    episode: Episode = field(default_factory=Episode)
+    messages: list[dict] = field(default_factory=list)
+    limit: str | None = None
+    num_tool_calls: int = 0
+    num_tool_errors: int = 0
+
+    def details(self, branch: int) -> dict:
+        """Return what rollouts/step_N.jsonl has about a branch, besides its text."""
+        rewards = self.episode.branches[branch].rewards
+        details = {
+            "branch": branch,
+            "num_branches": len(self.episode.branches),
+            "turns": self.episode.num_turns,
+            "turn_rewards": [reward for reward in rewards if reward],
+            "limit": self.limit,
+        }
+        if branch == len(self.episode.branches) - 1:
+            details["messages"] = self.messages
+        return details
+
+    def restart(self, key: str) -> None:
+        """Forget everything, and begin another attempt."""
+        self.__init__(key, self.seed)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A request that vLLM works on.
+
+    Attributes:
+        number: the gateway's number of the request.
+        playing: its episode.
+        turn: its turn.
+    """
+
+    number: int
+    playing: Playing
+    turn: Turn
+
+
+@dataclass
+class StepTimes:
+    """Seconds of a draw: all of them, and those in which vLLM had no request."""
+
+    total: float = 0.0
+    idle: float = 0.0
+
+
+class EpisodeLoop:
+    """The loop of one draw.
+
+    Args:
+        rollout: vLLM, which must be awake.
+        sampling: the section `rollout` or `validation` of the configuration.
+        seeds: for each episode, the numbers that its random numbers depend on.
+        inbox: returns the next messages. On the first rank of a replica it may wait this many
+            seconds; the other ranks get what the first one got.
+        answer: sends a message to the gateway; does nothing on the other ranks.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        sampling: DictConfig,
+        seeds: list[tuple[int, ...]],
+        inbox: Callable[[float], list[dict]],
+        answer: Callable[[dict], None],
+    ):
+        self.rollout = rollout
+        self.sampling = sampling
+        self.playing = [Playing(seed=seed) for seed in seeds]
+        self.inbox = inbox
+        self.answer = answer
+        self.of_key: dict[str, Playing] = {}
+        self.running: dict[str, Running] = {}  # by vLLM's request id
+        self.times = StepTimes()
+        self.results: list | None = None
+
+    def run(self) -> list:
+        """Step vLLM until a message with the results arrives, and return the results."""
+        start = time.perf_counter()
+        engine = self.rollout.llm.llm_engine
+        while self.results is None:
+            begin = time.perf_counter()
+            is_idle = not engine.has_unfinished_requests()
+            self.handle(self.inbox(WAIT_SECONDS if is_idle else 0.0))
+            if is_idle:
+                self.times.idle += time.perf_counter() - begin
+            if engine.has_unfinished_requests():
+                self.finish(engine.step())
+        self.abort(list(self.running))
+        self.times.total = time.perf_counter() - start
+        return self.results
+
+    def handle(self, messages: list[dict]) -> None:
+        """Act on the messages that have arrived, and give their requests to vLLM together."""
+        requests = []
+        for message in messages:
+            if "attempt" in message:
+                self.begin_attempt(message["attempt"], message["index"])
+            elif "results" in message:
+                self.results = message["results"]
+            elif "abort" in message:
+                self.abort([i for i, r in self.running.items() if r.number == message["abort"]])
+            elif message["episode"] in self.of_key:
+                playing = self.of_key[message["episode"]]
+                if "id" in message:
+                    requests.append((playing, message))
+                else:
+                    self.record(playing, message)
+        if requests:
+            self.begin_turns(requests)
+
+    def begin_attempt(self, key: str, index: int) -> None:
+        """Begin an episode, or begin it anew with another key."""
+        playing = self.playing[index]
+        self.of_key.pop(playing.key, None)
+        self.abort([i for i, running in self.running.items() if running.playing is playing])
+        playing.restart(key)
+        self.of_key[key] = playing
+
+    def record(self, playing: Playing, message: dict) -> None:
+        """Record what the gateway reports of an episode besides its requests."""
+        if "reward" in message:
+            playing.episode.reward(message["reward"])
+        if "limit" in message:
+            playing.limit = message["limit"]
+        if "messages" in message:
+            playing.messages = message["messages"]
+            playing.num_tool_calls += message["tool_calls"]
+            playing.num_tool_errors += message["tool_errors"]
+
+    def begin_turns(self, requests: list[tuple[Playing, dict]]) -> None:
+        """Give requests to vLLM."""
+        prompts = []
+        params = []
+        began = []
+        for playing, message in requests:
+            prompt_ids = message["prompt_ids"]
+            repetition = playing.episode.count(prompt_ids)
+            seed = turn_seed(playing.seed, prompt_ids, repetition)
+            turn_sampling = {"max_tokens": message["max_tokens"], "stop": message["stop"]}
+            sampling = OmegaConf.merge(self.sampling, turn_sampling)
+            prompts.append({"prompt_token_ids": prompt_ids})
+            params.append(self.rollout.sampling_params(sampling, seed))
+            turn = playing.episode.begin(prompt_ids)
+            began.append(Running(message["id"], playing, turn))
+        internal_ids = self.rollout.llm.enqueue(
+            prompts, params, lora_request=self.rollout.lora_request, use_tqdm=False
+        )
+        for internal_id, running in zip(internal_ids, began, strict=True):
+            self.running[output_id(internal_id)] = running
+
+    def finish(self, outputs: list) -> None:
+        """Record the turns that have ended, and answer their requests."""
+        for output in outputs:
+            if not output.finished or output.request_id not in self.running:
+                continue
+            running = self.running.pop(output.request_id)
+            token_ids, log_probs = read_output(output.outputs[0])
+            reason = output.outputs[0].finish_reason
+            running.playing.episode.end(running.turn, token_ids, log_probs, reason == "length")
+            self.answer(
+                {
+                    "id": running.number,
+                    "token_ids": token_ids[:, 0].tolist(),
+                    "log_probs": log_probs[:, 0].tolist(),
+                    "finish_reason": reason,
+                }
+            )
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Take requests away from vLLM, and forget their turns."""
+        if not request_ids:
+            return
+        self.rollout.llm.llm_engine.abort_request(request_ids)
+        for request_id in request_ids:
+            running = self.running.pop(request_id)
+            running.playing.episode.drop(running.turn)
+
+
+def output_id(internal_id: str) -> str:
+    """Return the id that an output has, and that a request is aborted by.
+
+    vLLM appends random characters to a request's number: "12" becomes "12-8ba0c3f1".
+    """
+    return internal_id.partition("-")[0]
+
+
+def turn_seed(seed: tuple[int, ...], prompt_ids: list[int], repetition: int) -> int:
+    """Return the seed of a turn.
+
+    It depends on the episode, on the prompt, and on how often the episode has had this prompt. So
+    it does not depend on the order in which requests arrive.
+    """
+    digest = hashlib.sha256(np.array(prompt_ids, np.int64).tobytes()).hexdigest()
+    return request_seed(*seed, int(digest[:16], 16), repetition)
+
+
+class Inbox:
+    """The messages of a draw, on every rank of a replica.
+
+    Args:
+        rollout: tells which rank of its replica this is.
+        receive: returns the next messages on the first rank, and waits at most this many seconds.
+        group: gloo group of the replica's ranks, or None if the replica has one rank.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        receive: Callable[[float], list[dict]],
+        group: dist.ProcessGroup | None,
+    ):
+        self.is_first = rollout.tp_rank == 0
+        self.receive = receive
+        self.group = group
+
+    def __call__(self, seconds: float) -> list[dict]:
+        messages = self.receive(seconds) if self.is_first else []
+        if self.group is None:
+            return messages
+        shared = [messages]
+        dist.broadcast_object_list(shared, group=self.group, group_src=0)
+        return shared[0]
