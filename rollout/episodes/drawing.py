@@ -98,8 +98,7 @@ class Played:
     """The r episodes of this rank's replica.
 
     playing  their recorded tokens
-    results  rewards, failures and limits; None for episodes that were not played to the end,
-             because there were too many failures
+    results  as EpisodeRunner.play() returns them
     times    of this replica
     seconds  [ranks] fp32: the time that this rank spent; 0 for other ranks
     """
@@ -116,7 +115,7 @@ class Kept:
 
     index    [m] int64: their indices among the n episodes of the draw
     playing  their recorded tokens
-    results  their rewards, failures and limits
+    results  their rewards and failures; a Limit for an episode that is left out
     prompts  the rows that they were started with
     """
 
@@ -149,6 +148,7 @@ class EpisodeNumbers:
     tool_calls: Tensor
     tool_errors: Tensor
     limited: Tensor
+    left_out: Tensor
     parts: dict[str, Tensor]
 
     @staticmethod
@@ -166,12 +166,13 @@ class EpisodeNumbers:
         return EpisodeNumbers(
             branches=float64([float(len(kept.branches(i))) for i in range(len(playing))]),
             score=float64(scores),
-            truncated=float64([float(one.episode.is_truncated) for one in playing]),
+            truncated=float64([float(one.is_truncated) for one in playing]),
             tokens=float64([float(one.episode.num_sampled) for one in playing]),
             turns=float64([float(one.episode.num_turns) for one in playing]),
             tool_calls=float64([float(one.num_tool_calls) for one in playing]),
             tool_errors=float64([float(one.num_tool_errors) for one in playing]),
             limited=float64([float(one.limit is not None) for one in playing]),
+            left_out=float64([float(isinstance(result, Limit)) for result in kept.results]),
             parts=parts,
         )
 
@@ -197,6 +198,7 @@ class EpisodeNumbers:
             "episodes/tool_calls/mean": self.tool_calls.mean().item(),
             "episodes/tool_errors": self.tool_errors.sum().item(),
             "episodes/limited": self.limited.mean().item(),
+            "episodes/left_out": self.left_out.mean().item(),
         }
 
 
@@ -205,6 +207,7 @@ class EpisodeSampler:
     """Draws graded episodes.
 
     rollout           vLLM, which must be awake
+    runner            the worker processes; closed except on the first rank of a replica
     director          plays the episodes; None except on the first rank of a replica
     tokenizer         decodes tokens for people to read
     host_group        gloo group of all ranks
@@ -213,6 +216,7 @@ class EpisodeSampler:
     """
 
     rollout: Rollout
+    runner: EpisodeRunner
     director: Director | None
     tokenizer: object
     host_group: dist.ProcessGroup | None
@@ -244,7 +248,8 @@ class EpisodeSampler:
         else:
             runner.close()
         max_failure_rate = config.reward.max_failure_rate
-        return cls(rollout, director, tokenizer, host_group, replica_group, max_failure_rate)
+        groups = (host_group, replica_group)
+        return cls(rollout, runner, director, tokenizer, *groups, max_failure_rate)
 
     def close(self) -> None:
         """End the gateway and the workers."""
@@ -295,7 +300,7 @@ class EpisodeSampler:
         """
         kept = self.keep(request, assignment, played)
         num_episodes = len(assignment.owner)
-        own_numbers = EpisodeNumbers.of(kept, self.agree_on_parts(kept))
+        own_numbers = EpisodeNumbers.of(kept, self.runner.parts or [])
         numbers = own_numbers.on_all_ranks(kept.index, num_episodes, self.host_group)
         mean_tokens = numbers.tokens.view(len(request.rows), -1).float().mean(1)
         request.dataset.drawn_lengths[request.rows] = mean_tokens
@@ -341,24 +346,33 @@ class EpisodeSampler:
         kept = assignment.held.nonzero()[:, 0].tolist()
         index = assignment.replica[kept]
         rows = [int(request.rows[p]) for p in assignment.position[index].tolist()]
+        prompts = [request.dataset[row] for row in rows]
         playing = [played.playing[i] for i in kept]
         results = [played.results[i] for i in kept]
-        prompts = [request.dataset[row] for row in rows]
-        for i, result in enumerate(results):
-            if isinstance(result, Reward) and not playing[i].episode.num_sampled:
-                results[i] = Failure("no turns", NO_TURNS, prompts[i].row, "")
-        return Kept(index, playing, results, prompts)
+        self.agree_on_parts(index, results)
+        results = [self.judge(*each) for each in zip(results, playing, prompts)]
+        items = [(prompt.text, "", prompt.row) for prompt in prompts]
+        return Kept(index, playing, self.runner.check_parts(items, results), prompts)
 
-    def agree_on_parts(self, kept: Kept) -> list[str]:
-        """Return the names of the parts, which are those of the first reward of the draw."""
+    def agree_on_parts(self, index: Tensor, results: list[Result]) -> None:
+        """Let all ranks expect the same parts as in the first reward of the run."""
+        if self.runner.parts is not None:
+            return
         rewards = [
             (i, sorted(result.parts))
-            for i, result in zip(kept.index.tolist(), kept.results)
+            for i, result in zip(index.tolist(), results)
             if isinstance(result, Reward)
         ]
         first_of_rank = gather_on_all_ranks(rewards[:1], self.host_group)
-        _, parts = min(first_of_rank, default=(0, []))
-        return parts
+        _, self.runner.parts = min(first_of_rank, default=(0, None))
+
+    def judge(self, result: Result, playing: Playing, prompt: Prompt) -> Result:
+        """Return the reward of an episode, or the reason why it has none."""
+        if isinstance(result, Limit) and result.score is not None:
+            result = Reward(result.score, dict.fromkeys(self.runner.parts or [], 0.0))
+        if isinstance(result, Reward) and not playing.episode.num_sampled:
+            return Failure("no turns", NO_TURNS, prompt.row, "")
+        return result
 
     def all_failures(self, kept: Kept) -> list[Failure]:
         """Return the failures of all ranks, in the order of the episodes."""
@@ -412,6 +426,7 @@ def gateway_settings(config: DictConfig, rollout: Rollout, tokenizer) -> dict:
         "model_path": config.model.path,
         "chat_template": template if isinstance(template, str) else None,
         "template_kwargs": {},
+        "special_tokens_in_text": config.data.special_tokens_in_text,
         "tool_parser": config.rollout.tool_parser,
         "reasoning_parser": config.rollout.reasoning_parser,
         "stop_token_ids": rollout.stop_token_ids,

@@ -74,7 +74,7 @@ class Episode:
 
     Attributes:
         branches: in the order in which they began.
-        is_truncated: whether the last turn was cut off, or a limit ended the episode.
+        is_truncated: whether the turn that ended last was cut off.
         num_turns: the turns that have begun.
     """
 

@@ -61,6 +61,11 @@ class Playing:
             details["messages"] = self.messages
         return details
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the last turn was cut off, or a limit has ended the episode."""
+        return self.episode.is_truncated or self.limit is not None
+
     def restart(self, key: str) -> None:
         """Forget everything, and begin another attempt."""
         self.__init__(key, self.seed)
