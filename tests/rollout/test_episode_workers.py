@@ -748,11 +748,11 @@ def test_a_class_plays_until_the_model_calls_no_tool(make, environments, server)
     calls = [
         ["add", '{"number": 5}'],
         ["fail", "{}"],
+        ["slow", ""],
         ["add", '{"number": 2}'],
         ["unknown", "{}"],
         ["add", "[5"],
         ["add", '{"count": 2}'],
-        ["slow", ""],
         ["slow", "{}"],
     ]
     turns = script({"tool_calls": calls}, {"tool_calls": calls[:1]}, {"content": "done"})
@@ -775,11 +775,11 @@ def test_a_class_plays_until_the_model_calls_no_tool(make, environments, server)
     assert [result["content"] for result in results] == [
         "15",
         "error: bad",
+        [{"type": "text", "text": "15"}],
         "17",
         "error: Tool unknown not found.",
         "error: the arguments are not a JSON object: [5",
         unexpected,
-        [{"type": "text", "text": "17"}],
         [{"type": "text", "text": "17"}],
     ]
     assert third["messages"][-1]["content"] == "22"
