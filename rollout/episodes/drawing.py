@@ -84,7 +84,8 @@ class Director:
                 messages += more
         attempts = [self.attempts.get() for _ in range(self.attempts.qsize())]
         if is_over:
-            messages.append({"results": self.results.result()})
+            results = self.results.result()
+            messages.append({"results": results, "tool_errors": self.runner.tool_errors})
         return attempts + messages
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ class Playing:
         messages: the conversation so far, for people to read.
         limit: the limit that it has reached, or None.
         num_tool_calls: calls of tools that the model wrote.
-        num_tool_errors: those that could not be read.
+        num_tool_errors: those that could not be read, or whose tool raised an error.
     """
 
     key: str = ""
@@ -147,7 +147,7 @@ class EpisodeLoop:
             if "attempt" in message:
                 self.begin_attempt(message["attempt"], message["index"])
             elif "results" in message:
-                self.results = message["results"]
+                self.end(message["results"], message["tool_errors"])
             elif "abort" in message:
                 self.abort([i for i, r in self.running.items() if r.number == message["abort"]])
             elif message["episode"] in self.of_key:
@@ -158,6 +158,12 @@ class EpisodeLoop:
                     self.record(playing, message)
         if requests:
             self.begin_turns(requests)
+
+    def end(self, results: list, tool_errors: list[int]) -> None:
+        """Note that all episodes have ended. tool_errors: calls of tools that failed, of each."""
+        self.results = results
+        for playing, num_errors in zip(self.playing, tool_errors, strict=True):
+            playing.num_tool_errors += num_errors
 
     def begin_attempt(self, key: str, index: int) -> None:
         """Begin an episode, or begin it anew with another key."""
