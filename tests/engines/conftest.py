@@ -77,7 +77,6 @@ def megatron_results(request, megatron_folder) -> dict[int, dict]:
             megatron_folder,
             *names,
             timeout=LONG_LIMIT,
-            fresh=True,
         )
         results[num_ranks] = json.loads((megatron_folder / f"{num_ranks}.json").read_text())
     return results

@@ -35,7 +35,8 @@ LONG_LIMIT = 2400
 # After SIGTERM torchrun has this many seconds to end its ranks.
 SECONDS_TO_END = 40
 
-# Modules that are imported before forking: for every command, and for those that generate.
+# Modules that are imported before forking: for every command, for those that generate, and for
+# Megatron.
 TRAINING = (
     "torch.distributed.run",
     "job.run",
@@ -54,6 +55,7 @@ ROLLOUT = (
     "vllm.model_executor.models.qwen2",
     "compressed_tensors.compressors",
 )
+MEGATRON = (*TRAINING, "engines.megatron.engine")
 GENERATES = re.compile(
     r"train_ppo|/(rollout|rollout_images|scheduler|speculation|adapters)_worker|"
     r"/(generation_profile|speculative_h200|weight_sync_h200)"
@@ -134,6 +136,13 @@ def script_of(command: list[str], cwd: Path, env: dict[str, str]) -> str | None:
     return script
 
 
+def modules_of(script: str) -> tuple[str, ...]:
+    """Return the modules that a script's processes should share."""
+    if GENERATES.search(script):
+        return ROLLOUT
+    return MEGATRON if "megatron_worker" in script else TRAINING
+
+
 def shared_memory_lock(command: list[str]) -> AbstractContextManager:
     """Return a lock for a run whose vLLM may be tensor parallel."""
     text = " ".join(command)
@@ -168,7 +177,7 @@ def run_now(
 ) -> subprocess.CompletedProcess:
     script = script_of(command, cwd, env) if CAN_FORK and not fresh else None
     if script is not None:
-        modules = ROLLOUT if GENERATES.search(script) else TRAINING
+        modules = modules_of(script)
         return fork_to_end(command, modules, cwd, env, timeout)
     process = subprocess.Popen(
         command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

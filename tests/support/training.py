@@ -139,7 +139,10 @@ def digest(values: dict) -> str:
         if isinstance(value, dict):
             return {key: plain(item) for key, item in sorted(value.items())}
         local = value.to_local() if isinstance(value, DTensor) else value
-        return local.tolist() if isinstance(local, Tensor) else local
+        if isinstance(local, Tensor):
+            content = local.detach().reshape(-1).view(torch.uint8).numpy()
+            return local.dtype, local.shape, hashlib.sha256(content).hexdigest()
+        return local
 
     return hashlib.sha256(repr(plain(values)).encode()).hexdigest()
 

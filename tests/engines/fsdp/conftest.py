@@ -119,7 +119,7 @@ def results(request, folder) -> Callable[[int], dict]:
     def run(num_ranks: int) -> None:
         script = "tests/engines/fsdp/worker.py"
         try:
-            launch(num_ranks, script, folder, *names[num_ranks], timeout=LONG_LIMIT, fresh=True)
+            launch(num_ranks, script, folder, *names[num_ranks], timeout=LONG_LIMIT)
             results[num_ranks] = json.loads((folder / f"{num_ranks}.json").read_text())
         except AssertionError as failure:
             failures[num_ranks] = failure
