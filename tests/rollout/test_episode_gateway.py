@@ -10,6 +10,9 @@ import pytest
 from tests.data.chat_templates import CHATML, CONTROL, QWEN2, make_tokenizer
 from tests.rollout.episode_gateway import SAMPLING, SECONDS, GatewayProcess, save_tokenizer
 
+# They start the gateway, or read its tokenizer and template.
+pytestmark = pytest.mark.slow
+
 HELLO = [{"role": "user", "content": "hello"}]
 NEXT = {"role": "user", "content": "question"}
 TOOL = {
@@ -387,14 +390,12 @@ def test_end_of_trainer(model_path):
     assert process.close() == 0
 
 
-@pytest.mark.slow
 def test_wrong_model_path(tmp_path):
     process = GatewayProcess(tmp_path)
     assert "no tokenizer in model.path=" in process.first["error"]
     assert process.close() == 0
 
 
-@pytest.mark.slow
 def test_other_template(model_path):
     """A template of the settings replaces the model's."""
     process = GatewayProcess(model_path, chat_template=CHATML)
@@ -402,7 +403,6 @@ def test_other_template(model_path):
     process.close()
 
 
-@pytest.mark.slow
 def test_openai_client(model_path, tokenizer):
     """OpenAI's package plays an episode: a call of a tool, its result, an answer."""
     openai = pytest.importorskip("openai")
@@ -447,14 +447,12 @@ def test_openai_client(model_path, tokenizer):
     assert process.close() == 0
 
 
-@pytest.mark.slow
 def test_unknown_tool_parser(model_path):
     process = GatewayProcess(model_path, tool_parser="hermis")
     assert "rollout.tool_parser=hermis" in process.first["error"]
     process.close()
 
 
-@pytest.mark.slow
 def test_no_template(tmp_path):
     process = GatewayProcess(save_tokenizer(tmp_path / "model", None, "<|im_end|>"))
     process.begin("key")

@@ -389,6 +389,7 @@ def test_the_gateway_may_be_gone(make, file, server):
     assert "ConnectionRefusedError" in failure.trace
 
 
+@pytest.mark.slow
 def test_functions_that_raise_or_hang_fail_alone(make, file, server):
     rows = [{"text": "a"}, {"behave": "raise", "zero": 0}, {"behave": "hang"}, {"behave": "leave"}]
     with closing(make(f"{file}:solve", timeout=LIMIT)) as runner:
@@ -418,6 +419,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behave", ENDINGS)
 def test_episodes_beside_one_that_ends_its_worker_are_repeated(
     make, file, server, tmp_path, behave
@@ -445,6 +447,7 @@ def test_episodes_beside_one_that_ends_its_worker_are_repeated(
     assert len(set(keys)) == len(keys) == 7
 
 
+@pytest.mark.slow
 def test_a_function_that_cannot_be_cancelled_is_killed(make, file, server):
     with closing(make(f"{file}:solve", timeout=LIMIT)) as runner:
         results = play(runner, server, [{"behave": "stubborn"}, {"text": "ab"}])
@@ -490,6 +493,7 @@ def test_many_episodes_wait_at_the_same_time(make, file, server):
     assert results == [Reward(1.0, {})] * 64
 
 
+@pytest.mark.slow
 def test_no_more_episodes_than_max_concurrent_episodes_play_at_once(make, file, server):
     settings = ["rollout.max_concurrent_episodes=3"]
     with closing(make(f"{file}:solve", *settings, workers=2)) as runner:
@@ -508,6 +512,7 @@ def test_no_episodes_begin_after_too_many_failures(make, file, server):
     assert results[3:] == [None] * 20
 
 
+@pytest.mark.slow
 def test_a_function_that_is_not_async_runs_in_threads(make, file, server):
     with closing(make(f"{file}:without_async", timeout=LIMIT)) as runner:
         start = time.monotonic()
@@ -537,6 +542,7 @@ def test_a_worker_has_a_memory_limit(make, file, server):
     assert "MemoryError" in large.trace
 
 
+@pytest.mark.slow
 def test_episodes_talk_to_the_gateway(make, file, tmp_path):
     tokenizer = make_tokenizer(QWEN2, control=CONTROL)
     gateway = GatewayProcess(save_tokenizer(tmp_path, QWEN2, "<|im_end|>"))
