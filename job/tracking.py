@@ -27,6 +27,8 @@ CONSOLE = {
     "train/loss": "loss {:.4f}",
     "score/mean": "score {:.3f}",
     "reward/informative_groups": "informative {:.0%}",
+    "episodes/turns/mean": "turns {:.1f}",
+    "episodes/tool_calls/mean": "tool calls {:.1f}",
     "response_length/mean": "length {:.1f}",
     "val/loss": "val loss {:.4f}",
     "val/exact_match": "exact match {:.1%}",
