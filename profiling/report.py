@@ -37,7 +37,7 @@ PANELS = [
     Panel("validation score", []),
     Panel("groups with different scores", ["reward/informative_groups"]),
     Panel("response length [tokens]", ["response_length/mean", "val/response_length"]),
-    Panel("turns and tool calls of an episode", ["episodes/turns/mean", "episodes/tool_calls/mean"]),
+    Panel("turns, tool calls per episode", ["episodes/turns/mean", "episodes/tool_calls/mean"]),
     Panel("tool errors of a step", ["episodes/tool_errors"]),
     Panel("vLLM waits for tools [share of time]", ["episodes/vllm_idle"]),
     Panel("cut off at max_tokens", ["response_length/clip_ratio", "val/truncated"]),

@@ -33,6 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ShowFailures(config))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests.support.scheduling import is_long
+
+    items.sort(key=lambda item: not is_long(item.nodeid.partition("::")[0]))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     is_quick_run = "not slow" in item.config.option.markexpr
