@@ -27,7 +27,8 @@ class EpisodeLimit(Exception):
     decides how it is trained. If it does, the episode counts with the reward that it returns.
 
     Attributes:
-        code: max_turns or max_episode_tokens, the key of `rollout` that sets the limit.
+        code: max_turns or max_episode_tokens, the key of `rollout` that sets the limit, or
+            max_model_len if the prompt alone is as long as a training sequence may be.
     """
 
     type = LIMIT

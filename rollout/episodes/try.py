@@ -5,7 +5,7 @@
 
 vLLM generates with the weights in DIR. Rows are counted from 1. --model and --data may be left out
 if a YAML file has model.path and data.train_files. The other settings are those of train_ppo.py:
-try other random numbers with trainer.seed=1, and greedy replies with rollout.temperature=0.
+trainer.seed=1 draws other replies, and rollout.temperature=0.01 the likeliest ones.
 
 Everything is printed that the episode consists of: its conversation, the tokens of each branch, the
 rewards, and the output of your code. Trained tokens are green on a terminal, and between [[ and ]]
@@ -251,7 +251,7 @@ def counts_line(playing: Playing) -> str:
 def result_lines(playing: Playing, result: Result) -> Iterator[str]:
     """Yield the lines about how an episode ended."""
     if playing.limit:
-        yield f"limit: it has reached rollout.{playing.limit}"
+        yield f"limit: {playing.limit}"
     if isinstance(result, Failure):
         yield f"failed: {result.summary}"
         yield from indent(result.trace)

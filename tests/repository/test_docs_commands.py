@@ -42,6 +42,9 @@ NOT_RUN_HERE = {
     "python my_chats.py": "test_docs_snippets.py runs it",
     "python from_hub.py": "test_docs_snippets.py runs it",
     "python use.py": "needs the model of a run",
+    "python -m rollout.episodes.try": "test_docs_episodes.py runs it",
+    "python -m venv agent_env": "test_docs_episodes.py runs it",
+    "agent_env/bin/pip": "test_docs_episodes.py runs it",
     "python -m data.preview": "needs a model of the hub; tests/data/test_preview.py calls it",
 }
 

@@ -108,7 +108,7 @@ def test_mistakes(folder, monkeypatch, arguments, message):
     monkeypatch.chdir(folder)
     files = ["--model", "model", "--data", "train.jsonl"]
     with pytest.raises(InputError) as caught:
-        trial.main([*files, *SETTINGS, *arguments])
+        trial.main([arguments[0], *files, *SETTINGS, *arguments[1:]])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
