@@ -276,7 +276,7 @@ class Gateway:
     async def generate(self, request: Request, episode: Episode) -> dict:
         """Sample tokens that continue tokens."""
         fields = read_generate_request(
-            await read_body(request), self.draw.sampling, self.vocabulary_size
+            await read_body(request), self.draw.sampling, self.vocabulary_size, self.end_ids
         )
         turn = Turn(fields.token_ids, fields.max_tokens, fields.stop)
         sampled = await self.sample(request, episode, turn)

@@ -57,7 +57,8 @@ def generation(sampled: Sampled, has_logprobs: bool) -> dict:
     if has_logprobs:
         pairs = zip(sampled.token_ids, sampled.log_probs, strict=True)
         content = [
-            {"token_id": i, "logprob": log_prob, "top_logprobs": []} for i, log_prob in pairs
+            {"token": f"token_id:{i}", "token_id": i, "logprob": log_prob, "top_logprobs": []}
+            for i, log_prob in pairs
         ]
         logprobs = {"content": content}
     choice = {

@@ -66,7 +66,7 @@ CHAT_FIELDS = {
     *MAX_TOKENS,
 }
 GENERATE_FIELDS = {"token_ids", "sampling_params"}
-GENERATION_FIELDS = {"max_tokens", "logprobs", "stop", *SAMPLING}
+GENERATION_FIELDS = {"max_tokens", "logprobs", "stop", "stop_token_ids", *SAMPLING}
 # What to do instead, where the name of the field does not show it.
 ADVICE = {
     "n": "send n requests: each is a turn of the episode",
@@ -198,8 +198,13 @@ def read_chat_request(body: dict, sampling: Sampling) -> ChatRequest:
     )
 
 
-def read_generate_request(body: dict, sampling: Sampling, vocabulary_size: int) -> GenerateRequest:
+def read_generate_request(
+    body: dict, sampling: Sampling, vocabulary_size: int, end_ids: set[int]
+) -> GenerateRequest:
     """Read a request to /inference/v1/generate.
+
+    Args:
+        end_ids: the tokens that end turns.
 
     Raises:
         RequestError: a field is wrong, or not supported.
@@ -210,6 +215,7 @@ def read_generate_request(body: dict, sampling: Sampling, vocabulary_size: int) 
         raise RequestError(f"sampling_params must be an object, not {fields!r:.60}")
     check_fields(fields, GENERATION_FIELDS)
     sampling.check(fields)
+    check_stop_tokens(fields.get("stop_token_ids"), end_ids)
     token_ids = body.get("token_ids")
     is_list = isinstance(token_ids, list) and token_ids
     if not is_list or not all(is_token(i, vocabulary_size) for i in token_ids):
@@ -224,6 +230,21 @@ def read_generate_request(body: dict, sampling: Sampling, vocabulary_size: int) 
         stop=read_stop(fields.get("stop"), sampling.stop),
         has_logprobs=has_logprobs,
     )
+
+
+def check_stop_tokens(token_ids, end_ids: set[int]) -> None:
+    """Raise RequestError for a token that does not end turns anyway.
+
+    Clients that tokenize by themselves, such as that of verifiers, send the tokens of their chat
+    template.
+    """
+    if token_ids is None:
+        return
+    if not isinstance(token_ids, list) or not all(i in end_ids for i in token_ids):
+        raise RequestError(
+            f"stop_token_ids={token_ids!r:.60} is not supported: turns end with the tokens "
+            f"{sorted(end_ids)}"
+        )
 
 
 def is_token(value, vocabulary_size: int) -> bool:

@@ -243,7 +243,7 @@ def counts_line(playing: Playing) -> str:
         "branches": len(episode.branches),
         "trained tokens": episode.num_sampled,
         "tool calls": playing.num_tool_calls,
-        "unreadable tool calls": playing.num_tool_errors,
+        "tool errors": playing.num_tool_errors,
     }
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 

@@ -233,6 +233,21 @@ def test_generate(gateway):
     assert choice["finish_reason"] == "length"
     contents = choice["logprobs"]["content"]
     assert [(entry["token_id"], entry["logprob"]) for entry in contents] == [(8, -0.5), (9, -0.5)]
+    assert [entry["token"] for entry in contents] == ["token_id:8", "token_id:9"]
+
+
+def test_stop_tokens_may_be_those_that_end_turns_anyway(gateway, tokenizer):
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for stop_token_ids in ([end], [], None):
+        body = {"token_ids": [3, 4], "sampling_params": {"stop_token_ids": stop_token_ids}}
+        future = gateway.threads.submit(gateway.post, GENERATE, "key", body)
+        gateway.answer(gateway.receive(), [8, end])
+        assert future.result().json()["choices"][0]["token_ids"] == [8, end]
+    for stop_token_ids in ([end, 8], "x"):
+        body = {"token_ids": [3, 4], "sampling_params": {"stop_token_ids": stop_token_ids}}
+        response = gateway.post(GENERATE, "key", body)
+        assert response.status_code == 400
+        assert f"turns end with the tokens [{end}, " in response.json()["error"]["message"]
 
 
 def test_rewards(gateway, tokenizer):
