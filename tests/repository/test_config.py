@@ -374,7 +374,11 @@ def test_bounds_of_sampling(argument, message):
             "the nearest is engine.reshard_after_forward",
         ),
         ("ppo", "actor_rollout_ref.profiler.enable", "profiler.tool names the tool"),
-        ("ppo", "actor_rollout_ref.rollout.agent.num_workers", "episodes with tools"),
+        (
+            "ppo",
+            "actor_rollout_ref.rollout.agent.num_workers",
+            "the nearest is rollout.episode_workers",
+        ),
     ],
 )
 def test_a_key_that_is_not_known_is_answered_with_ours(script, key, advice):
