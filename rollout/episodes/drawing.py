@@ -432,6 +432,7 @@ def gateway_settings(config: DictConfig, rollout: Rollout, tokenizer) -> dict:
         "reasoning_parser": config.rollout.reasoning_parser,
         "stop_token_ids": rollout.stop_token_ids,
         "max_model_len": longest_sequence(config)[0],
+        "vocab_size": rollout.vocab_size,
     }
 
 

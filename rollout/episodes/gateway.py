@@ -169,7 +169,8 @@ class Gateway:
             self.chat, settings.get("special_tokens_in_text"), settings["template_kwargs"]
         )
         self.end_ids = self.chat.end_ids | set(settings["stop_token_ids"])
-        self.vocabulary_size = len(self.chat.tokenizer)
+        # A model may have more tokens than its tokenizer has names for.
+        self.vocabulary_size: int = settings["vocab_size"]
         self.draw = Draw()
         self.notices: list[str] = []
         self.parser = self._choose_parser(settings)

@@ -3,7 +3,8 @@
 Both ends send one JSON object per line. The trainer sends:
 
     the settings, first: {"model_path", "chat_template", "template_kwargs", "tool_parser",
-        "reasoning_parser", "stop_token_ids", "max_model_len", "special_tokens_in_text"}
+        "reasoning_parser", "stop_token_ids", "max_model_len", "vocab_size",
+        "special_tokens_in_text"}
     {"begin": [KEY, ...], "sampling": {"temperature", "top_p", "top_k", "min_p", "max_tokens",
         "stop"}, "section", "max_turns", "max_episode_tokens"}    more API keys are valid
     {"id", "token_ids", "log_probs", "finish_reason"}    the answer to a request

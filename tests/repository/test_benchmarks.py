@@ -60,6 +60,12 @@ SMOKES = {
         r"\| tiny \| 2 x 4 \| rollout/vllm/scheduler.py \| \d(.*\n)*"
         r"0 of 2 responses differ .*\nmilliseconds of",
     ),
+    "episodes_gpu.py": Smoke(
+        f"tiny {FP32} {SMALL_CACHE} --episodes 2 --turns 2 --tokens 4 --tool-seconds 0 "
+        "--models MODELS",
+        r"\| tiny \| a single turn \| \d+\.\d\d \| [\d,]+ \| 1\.00 \| 0\.00 \|\n"
+        r"\| tiny \| 2 turns, tools of at most 0 s \| \d+\.\d\d \| [1-9][\d,]* \| \d\.\d\d \| ",
+    ),
     "speculative_h200.py": Smoke(
         f"tiny {FP32} {SMALL_CACHE} --responses 2 --tokens 4 --ways mtp:1 --models MODELS",
         r"\| tiny \| mtp:1 \| 1\.0 \| 2 x 4 equal \| (.*\n)*"

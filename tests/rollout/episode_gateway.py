@@ -13,6 +13,7 @@ import httpx
 from tests.data.chat_templates import CONTROL, make_tokenizer
 from tests.support.launch import ROOT
 
+VOCAB_SIZE = 500  # of the model; its tokenizer has fewer
 SAMPLING = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -54,6 +55,7 @@ class GatewayProcess:
             "reasoning_parser": None,
             "stop_token_ids": [],
             "max_model_len": 2000,
+            "vocab_size": VOCAB_SIZE,
             "special_tokens_in_text": None,
         }
         self.send(defaults | settings)
