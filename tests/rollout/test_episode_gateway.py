@@ -8,7 +8,13 @@ import httpx
 import pytest
 
 from tests.data.chat_templates import CHATML, CONTROL, QWEN2, make_tokenizer
-from tests.rollout.episode_gateway import SAMPLING, SECONDS, GatewayProcess, save_tokenizer
+from tests.rollout.episode_gateway import (
+    SAMPLING,
+    SECONDS,
+    VOCAB_SIZE,
+    GatewayProcess,
+    save_tokenizer,
+)
 
 # They start the gateway, or read its tokenizer and template.
 pytestmark = pytest.mark.slow
@@ -202,6 +208,19 @@ def test_max_episode_tokens(gateway, tokenizer):
     gateway.receive()
     assert limit_code(gateway.post(CHAT, "key", {"messages": HELLO})) == "max_episode_tokens"
     assert gateway.receive() == {"episode": "key", "limit": "max_episode_tokens"}
+
+
+def test_tokens_without_a_name_of_the_tokenizer_may_be_in_a_prompt(gateway):
+    """Models often have a few more tokens than their tokenizer. They sample them, if rarely."""
+    token_ids = [5, VOCAB_SIZE - 1]
+    future = gateway.threads.submit(gateway.post, GENERATE, "key", {"token_ids": token_ids})
+    request = gateway.receive()
+    assert request["prompt_ids"] == token_ids
+    gateway.answer(request, [7])
+    assert future.result().status_code == 200
+    response = gateway.post(GENERATE, "key", {"token_ids": [VOCAB_SIZE]})
+    assert response.status_code == 400
+    assert f"from 0 to {VOCAB_SIZE - 1}" in response.text
 
 
 def test_context_length(gateway):
