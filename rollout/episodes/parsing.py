@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import logging
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,10 +114,10 @@ class ReplyParser:
     @cached_property
     def parser_class(self) -> type:
         """vLLM's class for this pair of parsers. Importing it takes seconds."""
-        # Otherwise a traceback is printed for each malformed call.
-        os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
         from vllm.parser import ParserManager
 
+        # Otherwise a traceback is printed for each malformed call.
+        logging.getLogger("vllm").setLevel(logging.CRITICAL)
         try:
             return ParserManager.get_parser(
                 tool_parser_name=self.tool_parser,

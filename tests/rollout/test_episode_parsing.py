@@ -1,6 +1,7 @@
 """Tool calls and reasoning in sampled texts, found by the parsers of vLLM."""
 
 import json
+import sys
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.data.chat_templates import (
     QWEN3,
     make_tokenizer,
 )
+from tests.support.launch import run
 
 TOOL = {
     "type": "function",
@@ -113,6 +115,22 @@ def test_calls(tokenizer, name):
 
     reply = parse(tokenizer, parser, good, tools=())
     assert reply.message == {"role": "assistant", "content": good}
+
+
+@pytest.mark.slow
+def test_a_malformed_call_prints_nothing():
+    """vLLM would log a traceback, whether or not something has imported it before."""
+    code = """
+import vllm.logger
+from rollout.episodes.parsing import ReplyParser
+from tests.rollout.test_episode_parsing import CALLS, CHATML, CONTROL, make_tokenizer, parse
+tokenizer = make_tokenizer(CHATML, control=CONTROL)
+for name, (_, malformed) in CALLS.items():
+    parser = ReplyParser(tokenizer, name, None, is_checked=True)
+    assert parse(tokenizer, parser, malformed).num_tool_errors == 1
+"""
+    done = run([sys.executable, "-c", code])
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.slow
