@@ -318,7 +318,7 @@ class EpisodeSampler:
                 branches.append(branch)
                 prompts.append(kept.prompts[i])
                 sequences.append(first + j)
-                details.append(kept.playing[i].details(j))
+                details.append({"prompt": self.prompt(branch), **kept.playing[i].details(j)})
         lengths = torch.zeros(len(episode), 2, dtype=torch.int64)
         for sequence, branch in zip(sequences, branches):
             lengths[sequence] = torch.tensor([len(branch.token_ids), branch.num_sampled])
@@ -399,6 +399,11 @@ class EpisodeSampler:
 
     def num_candidates(self, sampling: DictConfig) -> int:
         return count_candidates(sampling, self.rollout.vocab_size)
+
+    def prompt(self, branch: Branch) -> str:
+        """Return the text of a branch before its first sampled token, with special tokens."""
+        first = branch.is_sampled.index(True)
+        return self.tokenizer.decode(branch.token_ids[:first], skip_special_tokens=False)
 
     def text(self, branch: Branch) -> str:
         """Return the text of a branch, from its first sampled token on, with special tokens."""
