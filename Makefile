@@ -11,7 +11,7 @@ REQUIREMENTS := $(shell if nvidia-smi >/dev/null 2>&1; then echo requirements.tx
 endif
 PIP := .venv/bin/python -m pip install --disable-pip-version-check -qq
 
-.PHONY: help .venv demo-assets demo demo-images quickstart test quick soak lint clean
+.PHONY: help .venv demo-assets demo demo-images demo-tools quickstart test quick soak lint clean
 .DEFAULT_GOAL := help
 
 help:               ## this list
@@ -66,6 +66,13 @@ demo-images: $(filter .venv,$(VENV))  ## the same with images: a model learns to
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) train_ppo.py configs/demo/vlm.yaml
 	@echo "After reinforcement learning:"
 	@$(VENV)/bin/python examples/colours.py ask runs/demo/vlm/hf
+
+demo-tools: $(filter .venv,$(VENV))  ## the same in several turns: a model learns to call a calculator
+	$(VENV)/bin/python examples/calculator.py build runs/demo/calculator
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) train_sft.py configs/demo/tools_sft.yaml
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) train_ppo.py configs/demo/tools.yaml
+	@$(VENV)/bin/python examples/calculator.py show runs/demo/tools
+	@echo "The two runs as pictures: runs/demo/tools_sft/report.png, runs/demo/tools/report.png"
 
 # On CPUs with instructions for bfloat16, it is twice as fast.
 QUICKSTART_DTYPE := $(shell grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null && echo bfloat16 || echo float32)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
-from examples import arithmetic, colours, reasoning
+from examples import arithmetic, calculator, colours, reasoning
+from rollout.episodes.parsing import guess_tool_parser
+from tests.support.launch import run
 
 
 def count_right(output: str) -> int:
@@ -244,3 +247,128 @@ def test_settings_of_reasoning_tasks():
         reasoning.parse_settings(["task=sums", "20"])
     with pytest.raises(ValueError, match="task=NAME is missing"):
         reasoning.parse_settings(["n=20"])
+
+
+@pytest.mark.parametrize(
+    "expression, result",
+    [
+        ("347*829", "287663"),
+        ("287663+5512", "293175"),
+        ("10-25", "-15"),
+        ("347*829+5512", "error"),
+        ("-3*2", "error"),
+        ("__import__('os')", "error"),
+        ("", "error"),
+    ],
+)
+def test_the_calculator_takes_two_numbers_at_a_time(expression, result):
+    assert calculator.calculate(expression) == result
+
+
+def check_trace(messages: list[dict], answer: int) -> int:
+    """Check that calls compute the answer from earlier results; return their number."""
+    *calls, last = messages[1:]
+    if not calls:
+        assert last == calculator.GIVE_UP
+        return 0
+    assert last == {"role": "assistant", "content": str(answer)}
+    numbers = messages[0]["content"]
+    for request, result in zip(calls[::2], calls[1::2], strict=True):
+        (call,) = request["tool_calls"]
+        expression = call["function"]["arguments"]["expression"]
+        assert set(re.findall(r"\d+", expression)) <= set(re.findall(r"\d+", numbers))
+        assert result == {"role": "tool", "content": str(eval(expression))}
+        numbers += " " + result["content"]
+    assert calls[-1]["content"] == str(answer)
+    return len(calls) // 2
+
+
+def test_traces_of_the_calculator_are_right_and_held_out_problems_stay_so():
+    rows = calculator.make_rows()
+    sizes = [len(rows[name]) for name in ("traces", "train", "val")]
+    assert sizes == [calculator.NUM_TRACES, calculator.NUM_TRAIN, calculator.NUM_VAL]
+    questions = [row["messages"][0]["content"] for row in rows["traces"]]
+    num_calls = []
+    for row, question in zip(rows["traces"], questions):
+        assert row["tools"] == [calculator.CALCULATOR]
+        answer = eval(question.removeprefix("What is "))
+        num_calls.append(check_trace(row["messages"], answer))
+    for row in rows["train"] + rows["val"]:
+        assert row["answer"] == str(eval(row["prompt"].removeprefix("What is ")))
+        questions.append(row["prompt"])
+    assert len(set(questions)) == len(questions)
+    shares = [num_calls.count(n) / len(num_calls) for n in range(3)]
+    assert shares == pytest.approx([4 / 6, 1 / 6, 1 / 6], abs=0.02)
+    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    assert digest[:16] == "2974751f219020b5"
+
+
+def test_conversations_with_the_calculator_are_short_and_in_the_format_of_hermes():
+    """A reader of tokens and a reader of texts see the same conversation."""
+    tokenizer = calculator.make_tool_tokenizer()
+    assert guess_tool_parser(tokenizer.chat_template) == "hermes"
+    steps = ["347*829", "287663+5512"]
+    question = {"role": "user", "content": "What is 347*829+5512"}
+    messages = [question, *calculator.make_trace(steps)]
+    tools = [calculator.CALCULATOR]
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    calls = re.findall("<tool_call>(.*?)</tool_call>", text)
+    expected = [{"name": "calculate", "arguments": {"expression": step}} for step in steps]
+    assert [json.loads(call) for call in calls] == expected
+    assert json.loads(re.search("<tools>(.*?)</tools>", text)[1]) == calculator.CALCULATOR
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) == 88
+
+
+@pytest.mark.slow
+def test_the_demo_with_tools_in_short(tmp_path: Path, monkeypatch):
+    """The model always calls the calculator, since it has seen nothing else, but copies badly."""
+    monkeypatch.setattr(calculator, "SHARE_CALLS", 1.0)
+    monkeypatch.setattr(calculator, "NUM_TRACES", 320)
+    monkeypatch.setattr(calculator, "NUM_VAL", 4)
+    calculator.build(tmp_path / "data")
+    settings = [f"data.cache_dir={tmp_path}/cache", "trainer.log_freq=1"]
+    run(
+        [
+            *(sys.executable, "train_sft.py", "configs/demo/tools_sft.yaml", *settings),
+            f"output_dir={tmp_path}/sft",
+            f"model.path={tmp_path}/data/model",
+            f"data.train_files={tmp_path}/data/traces.jsonl",
+            "trainer.total_steps=30",
+        ]
+    )
+    run(
+        [
+            *(sys.executable, "train_ppo.py", "configs/demo/tools.yaml", *settings),
+            f"output_dir={tmp_path}/tools",
+            f"model.path={tmp_path}/sft/hf",
+            f"data.train_files={tmp_path}/data/train.jsonl",
+            f"data.val_files={tmp_path}/data/val.jsonl",
+            *("data.train_batch_size=2", "rollout.n=2", "trainer.total_steps=1"),
+        ]
+    )
+    validations = calculator.read_validations(tmp_path / "tools")
+    assert sorted(validations) == [0, 1]
+    for episodes in validations.values():
+        assert len(episodes) == 4
+        for episode in episodes:
+            check_episode(episode)
+    shown = run([sys.executable, "examples/calculator.py", "show", tmp_path / "tools", "--n", "1"])
+    assert shown.stdout.count("calculate(") >= 2
+    assert shown.stdout.count(" of 4 replies are right (") == 2
+
+
+def check_episode(episode: dict) -> None:
+    """Check the prompt, that each call has its result, and that the score is the last reply's."""
+    assert episode["prompt"].startswith("<|im_start|>system\n<tools>")
+    calls = 0
+    for message, following in zip(episode["messages"], episode["messages"][1:]):
+        for call in message.get("tool_calls") or []:
+            calls += 1
+            expression = json.loads(call["function"]["arguments"])["expression"]
+            assert following["content"] == calculator.calculate(expression)
+    assert calls
+    last = episode["messages"][-1]
+    is_right = not last.get("tool_calls") and last["content"] == episode["row"]["answer"]
+    assert episode["score"] == is_right
