@@ -146,6 +146,13 @@ def check_episodes(config: DictConfig) -> None:
                 f"reward.{key}={config.reward[key]} does nothing with rollout.episode={episode}, "
                 "which gives the reward itself: leave it out"
             )
+    if not config.rollout.max_episode_tokens:
+        one_turn = config.data.max_prompt_length + config.rollout.max_tokens
+        raise InputError(
+            f"rollout.episode={episode} needs rollout.max_episode_tokens, the longest sequence of "
+            "an episode: its prompt, all turns and the results of tools. A single turn takes up to "
+            f"{one_turn} tokens (data.max_prompt_length + rollout.max_tokens)"
+        )
     if config.model.images:
         raise InputError(
             f"rollout.episode={episode} does not work with model.images=true yet: set "

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
 
 from rollout.episodes.recorder import Episode, Turn
 from rollout.vllm.engine import Rollout
@@ -127,18 +128,24 @@ class EpisodeLoop:
     def run(self) -> list:
         """Step vLLM until a message with the results arrives, and return the results."""
         start = time.perf_counter()
-        engine = self.rollout.llm.llm_engine
-        while self.results is None:
-            begin = time.perf_counter()
-            is_idle = not engine.has_unfinished_requests()
-            self.handle(self.inbox(WAIT_SECONDS if is_idle else 0.0))
-            if is_idle:
-                self.times.idle += time.perf_counter() - begin
-            if engine.has_unfinished_requests():
-                self.finish(engine.step())
+        with progress_bar() as progress:
+            while self.results is None:
+                progress.update(self.step())
         self.abort(list(self.running))
         self.times.total = time.perf_counter() - start
         return self.results
+
+    def step(self) -> int:
+        """Take in what has arrived, and step vLLM. Returns the number of turns that have ended."""
+        engine = self.rollout.llm.llm_engine
+        begin = time.perf_counter()
+        is_idle = not engine.has_unfinished_requests()
+        self.handle(self.inbox(WAIT_SECONDS if is_idle else 0.0))
+        if is_idle:
+            self.times.idle += time.perf_counter() - begin
+        if not engine.has_unfinished_requests():
+            return 0
+        return self.finish(engine.step())
 
     def handle(self, messages: list[dict]) -> None:
         """Act on the messages that have arrived, and give their requests to vLLM together."""
@@ -205,12 +212,14 @@ class EpisodeLoop:
         for internal_id, running in zip(internal_ids, began, strict=True):
             self.running[output_id(internal_id)] = running
 
-    def finish(self, outputs: list) -> None:
-        """Record the turns that have ended, and answer their requests."""
+    def finish(self, outputs: list) -> int:
+        """Record the turns that have ended, and answer their requests. Returns their number."""
+        num_ended = 0
         for output in outputs:
             if not output.finished or output.request_id not in self.running:
                 continue
             running = self.running.pop(output.request_id)
+            num_ended += 1
             token_ids, log_probs = read_output(output.outputs[0])
             reason = output.outputs[0].finish_reason
             running.playing.episode.end(running.turn, token_ids, log_probs, reason == "length")
@@ -222,6 +231,7 @@ class EpisodeLoop:
                     "finish_reason": reason,
                 }
             )
+        return num_ended
 
     def abort(self, request_ids: list[str]) -> None:
         """Take requests away from vLLM, and forget their turns."""
@@ -231,6 +241,16 @@ class EpisodeLoop:
         for request_id in request_ids:
             running = self.running.pop(request_id)
             running.playing.episode.drop(running.turn)
+
+
+def progress_bar() -> tqdm:
+    """Return a line that shows the turns so far, on rank 0 and only on a terminal."""
+    return tqdm(
+        leave=False,
+        dynamic_ncols=True,
+        disable=dist.get_rank() != 0 or None,
+        bar_format="episodes: {n_fmt} turns, {rate_fmt}, {elapsed}",
+    )
 
 
 def output_id(internal_id: str) -> str:
