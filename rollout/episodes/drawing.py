@@ -88,6 +88,12 @@ class Director:
             messages.append({"results": results, "tool_errors": self.runner.tool_errors})
         return attempts + messages
 
+    def end(self) -> None:
+        """Let the gateway forget the episodes of this draw, so that its memory does not grow."""
+        self.server.send({"end": True})
+        while not any("ended" in message for message in self.server.receive(1.0)):
+            pass
+
     def close(self) -> None:
         self.server.close()
         self.runner.close()
@@ -289,6 +295,8 @@ class EpisodeSampler:
         )
         with preserved_random_state():
             results = loop.run()
+        if self.director:
+            self.director.end()
         rank = torch.tensor(dist.get_rank())
         seconds = torch.zeros(dist.get_world_size())
         seconds = seconds.index_fill(0, rank, time.perf_counter() - start)

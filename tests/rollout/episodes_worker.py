@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+import httpx
 import numpy as np
 import torch.distributed as dist
 from omegaconf import OmegaConf
@@ -83,6 +84,10 @@ def main(folder: Path, name: str) -> None:
     request = Request(PlannedRows(), range(len(PLANS)), sampling, SEED)
     draws = [written(sampler.draw(request, Profiler())) for _ in range(2)]
     results = {"episodes": draws[0], "again": draws[1]}
+    if sampler.director:
+        results["status of an old key"] = status_of(
+            sampler.director.server.base_url, folder / "key"
+        )
     if case.ranks == 1:
         results["by hand"] = [
             play_by_hand(rollout, sampling, plan, (*SEED, row, number))
@@ -95,6 +100,12 @@ def main(folder: Path, name: str) -> None:
     sampler.close()
     rollout.shutdown()
     device.shutdown()
+
+
+def status_of(base_url: str, key_file: Path) -> int:
+    """Return the HTTP status of a request with the API key of an episode that has ended."""
+    headers = {"Authorization": f"Bearer {key_file.read_text()}"}
+    return httpx.get(f"{base_url}/models", headers=headers).status_code
 
 
 def written(samples: Samples) -> dict:

@@ -11,8 +11,10 @@ pytestmark = pytest.mark.slow
 
 AGENT = """
 import asyncio
+from pathlib import Path
 
 async def play(row, llm):
+    Path(__file__).with_name("key").write_text(llm.api_key)
     ids = row["prompt_ids"]
     for turn in range(row["num_turns"]):
         # The episodes of a group wait for different times, so that requests arrive in any order.
@@ -95,6 +97,11 @@ def test_an_episode_that_raises_is_a_failure(drawn):
     draw = drawn["episodes"]["episodes"]
     assert draw["failures"] == [["raised", 9]] * GROUP_SIZE
     assert draw["num_drawn"] == 50
+
+
+def test_the_gateway_forgets_the_episodes_of_a_draw(drawn):
+    """Otherwise its memory would grow with every step."""
+    assert drawn["episodes"]["status of an old key"] == 401
 
 
 def test_metrics_count_turns_and_limits(drawn):
