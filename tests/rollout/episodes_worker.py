@@ -85,9 +85,8 @@ def main(folder: Path, name: str) -> None:
     draws = [written(sampler.draw(request, Profiler())) for _ in range(2)]
     results = {"episodes": draws[0], "again": draws[1]}
     if sampler.director:
-        results["status of an old key"] = status_of(
-            sampler.director.server.base_url, folder / "key"
-        )
+        base_url = sampler.director.server.base_url
+        results["status of an old key"] = status_of(base_url, folder / "key")
     if case.ranks == 1:
         results["by hand"] = [
             play_by_hand(rollout, sampling, plan, (*SEED, row, number))
