@@ -133,7 +133,6 @@ def test_a_run_killed_while_episodes_are_played_resumes_to_the_last_bit(
 @pytest.mark.parametrize(
     "num_ranks, settings",
     [
-        (2, []),
         (1, ["model.lora.rank=4", "model.lora.alpha=8"]),
         (
             2,
@@ -144,7 +143,7 @@ def test_a_run_killed_while_episodes_are_played_resumes_to_the_last_bit(
             ],
         ),
     ],
-    ids=["two ranks", "LoRA", "Megatron"],
+    ids=["LoRA", "Megatron"],
 )
 def test_other_layouts_draw_the_same_episodes_at_first(
     assets, tmp_path, undisturbed, num_ranks, settings
