@@ -22,6 +22,7 @@ from data.prompts import Prompt, PromptDataset
 from profiling import Profiler
 from rollout.exchange import gather_on_all_ranks, sum_over_ranks
 from rollout.grading.grader import Failure, Grader, Result, Reward
+from rollout.grading.pool import WorkerPool
 from rollout.samples import Samples
 from rollout.texts import decode_responses
 from rollout.vllm.engine import Rollout
@@ -218,9 +219,7 @@ class Sampler:
         if request.dataset.image_store:
             rows = dataset_rows(request, assignment)[assignment.replica]
             batch = replace(batch, rows=rows, image_store=request.dataset.image_store)
-        rank = torch.tensor(dist.get_rank())
-        seconds = torch.zeros(dist.get_world_size())
-        seconds = seconds.index_fill(0, rank, time.perf_counter() - start)
+        seconds = seconds_of_rank(time.perf_counter() - start)
         metrics = {}
         if self.rollout.drafter:
             counts = sum_over_ranks(self.rollout.drafts.counts.clone(), self.host_group)
@@ -248,22 +247,10 @@ class Sampler:
         groups = assignment.position[index].tolist()
         max_failures = self.max_failure_rate * len(assignment.owner)
         results = self.grader.grade(items, groups, max_failures)
-        self.agree_on_parts(index, results)
+        agree_on_parts(self.grader, index, results, self.host_group)
         results = self.grader.check_parts(items, results)
         truncated = generation.truncated[kept]
         return Graded(index, batch, texts, prompts, truncated, response_lengths, results)
-
-    def agree_on_parts(self, index: Tensor, results: list[Result | None]) -> None:
-        """Let all ranks expect the same parts as in the first reward of the run."""
-        if self.grader.parts is not None:
-            return
-        rewards = [
-            (i, sorted(result.parts))
-            for i, result in zip(index.tolist(), results)
-            if isinstance(result, Reward)
-        ]
-        first_of_rank = gather_on_all_ranks(rewards[:1], self.host_group)
-        _, self.grader.parts = min(first_of_rank, default=(0, None))
 
     def share(
         self, request: Request, assignment: Assignment, generation: Generation, graded: Graded
@@ -273,12 +260,10 @@ class Sampler:
         Returns samples of all n responses, and which of them were graded: [n] bool. Also records
         the mean length of the responses to each row in the dataset.
         """
-        failures = self.all_failures(graded)
+        failures = all_failures(graded.index, graded.results, self.host_group)
         num_responses = len(assignment.owner)
         own_numbers = ResponseNumbers.of(graded, self.grader.parts or [])
         numbers = own_numbers.on_all_ranks(graded.index, num_responses, self.host_group)
-        seconds = sum_over_ranks(generation.seconds, self.host_group)
-        idle = 1 - seconds / seconds.max()
         mean_lengths = numbers.response_length.view(len(request.rows), -1).float().mean(1)
         request.dataset.drawn_lengths[request.rows] = mean_lengths
         samples = Samples(
@@ -294,25 +279,54 @@ class Sampler:
             truncated=numbers.truncated.bool(),
             failures=failures,
             num_drawn=num_responses,
-            metrics={
-                "perf/rollout_idle": idle.mean().item(),
-                "perf/rollout_idle_max": idle.max().item(),
-                **generation.metrics,
-            },
+            metrics=idle_metrics(generation.seconds, self.host_group) | generation.metrics,
             parts={name: values.float() for name, values in numbers.parts.items()},
             rows=dataset_rows(request, assignment) if request.dataset.image_store else None,
         )
         return samples, numbers.is_graded.bool()
 
-    def all_failures(self, graded: Graded) -> list[Failure]:
-        """Return the failures of all ranks, in the order of the responses."""
-        failures = [
-            (i, result)
-            for i, result in zip(graded.index.tolist(), graded.results)
-            if isinstance(result, Failure)
-        ]
-        failures = gather_on_all_ranks(failures, self.host_group)
-        return [failure for _, failure in sorted(failures, key=lambda pair: pair[0])]
+
+def agree_on_parts(
+    pool: WorkerPool, index: Tensor, results: list, group: dist.ProcessGroup | None
+) -> None:
+    """Let all ranks expect the same parts as in the first reward of the run.
+
+    index: [m] int64, the indices of this rank's results among those of all ranks.
+    """
+    if pool.parts is not None:
+        return
+    rewards = [
+        (i, sorted(result.parts))
+        for i, result in zip(index.tolist(), results)
+        if isinstance(result, Reward)
+    ]
+    first_of_rank = gather_on_all_ranks(rewards[:1], group)
+    _, pool.parts = min(first_of_rank, default=(0, None))
+
+
+def all_failures(index: Tensor, results: list, group: dist.ProcessGroup | None) -> list[Failure]:
+    """Return the failures of all ranks, in order. index: as in agree_on_parts()."""
+    failures = [
+        (i, result) for i, result in zip(index.tolist(), results) if isinstance(result, Failure)
+    ]
+    failures = gather_on_all_ranks(failures, group)
+    return [failure for _, failure in sorted(failures, key=lambda pair: pair[0])]
+
+
+def seconds_of_rank(seconds: float) -> Tensor:
+    """Return [ranks] fp32: the seconds that this rank took; 0 for other ranks."""
+    rank = torch.tensor(dist.get_rank())
+    return torch.zeros(dist.get_world_size()).index_fill(0, rank, seconds)
+
+
+def idle_metrics(seconds: Tensor, group: dist.ProcessGroup | None) -> dict[str, float]:
+    """Return how long replicas wait for the slowest one. seconds: from seconds_of_rank()."""
+    seconds = sum_over_ranks(seconds.clone(), group)
+    idle = 1 - seconds / seconds.max()
+    return {
+        "perf/rollout_idle": idle.mean().item(),
+        "perf/rollout_idle_max": idle.max().item(),
+    }
 
 
 def assign(request: Request, own_replica: int, num_replicas: int) -> Assignment:

@@ -19,14 +19,12 @@ class CudaToCpu(TorchFunctionMode):
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.cuda:
+            return args[0]
         if not kwargs:  # most calls: they have to be quick
-            if function is torch.Tensor.cuda:
-                return args[0]
             if function is torch.Tensor.type and len(args) == 1:
                 return function(*args).replace("torch.", "torch.cuda.", 1)
             return function(*args)
-        if function is torch.Tensor.cuda:
-            return args[0]
         if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
         if "pin_memory" in kwargs:

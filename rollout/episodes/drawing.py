@@ -22,12 +22,22 @@ from torch import Tensor
 from data.prompts import Prompt
 from engines.model.lengths import longest_sequence
 from profiling import Profiler
-from rollout.drawing import Assignment, Request, assign, float64, response_numbers
+from rollout.drawing import (
+    Assignment,
+    Request,
+    agree_on_parts,
+    all_failures,
+    assign,
+    float64,
+    idle_metrics,
+    response_numbers,
+    seconds_of_rank,
+)
 from rollout.episodes.recorder import Branch, pack
 from rollout.episodes.runner import EpisodeRunner, Limit
 from rollout.episodes.server import GatewayServer
 from rollout.episodes.stepping import EpisodeLoop, Inbox, Playing, StepTimes
-from rollout.exchange import gather_on_all_ranks, sum_over_ranks
+from rollout.exchange import sum_over_ranks
 from rollout.grading.grader import Failure, Reward
 from rollout.samples import Samples
 from rollout.vllm.engine import Rollout
@@ -54,17 +64,17 @@ class Director:
         self.pool = ThreadPoolExecutor(1)
         self.attempts: queue.SimpleQueue[dict] = queue.SimpleQueue()
         self.results: Future | None = None
+        self.is_ending = False
 
-    def start(
-        self, rows: list[dict], groups: list[int], sampling: DictConfig, max_failures: float
-    ) -> None:
+    def start(self, rows: list[dict], sampling: DictConfig, max_failures: float) -> None:
         """Start to play one episode for each row, in another thread."""
         keys = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
         settings = {key: sampling[key] for key in keys}
         settings["stop"] = list(sampling.stop)
         self.announcement = {"sampling": settings, **self.limits}
+        self.is_ending = False
         self.results = self.pool.submit(
-            self.runner.play, rows, groups, self.server.base_url, self.new_key, max_failures
+            self.runner.play, rows, self.server.base_url, self.new_key, max_failures
         )
 
     def new_key(self, index: int) -> str:
@@ -76,23 +86,21 @@ class Director:
         return key
 
     def receive(self, seconds: float) -> list[dict]:
-        """Return what has happened since the last call; wait at most this long for something."""
-        is_over = self.results.done()
-        messages = self.server.receive(0.0 if is_over else seconds)
-        if is_over:
-            while more := self.server.receive(0.0):
-                messages += more
+        """Return what has happened since the last call; wait at most this long for something.
+
+        When all episodes have ended, the gateway is told to forget them. Its answer comes after
+        everything that it has sent before, so nothing of the draw is missing when the results come.
+        """
+        if self.results.done() and not self.is_ending:
+            self.is_ending = True
+            self.server.send({"end": True})
+        received = self.server.receive(seconds)
+        messages = [message for message in received if "ended" not in message]
         attempts = [self.attempts.get() for _ in range(self.attempts.qsize())]
-        if is_over:
+        if len(messages) < len(received):
             results = self.results.result()
             messages.append({"results": results, "tool_errors": self.runner.tool_errors})
         return attempts + messages
-
-    def end(self) -> None:
-        """Let the gateway forget the episodes of this draw, so that its memory does not grow."""
-        self.server.send({"end": True})
-        while not any("ended" in message for message in self.server.receive(1.0)):
-            pass
 
     def close(self) -> None:
         self.server.close()
@@ -283,7 +291,7 @@ class EpisodeSampler:
             row_at = {p: request.dataset[int(request.rows[p])].row for p in set(positions)}
             rows = [row_at[p] for p in positions]
             max_failures = self.max_failure_rate * len(assignment.owner)
-            self.director.start(rows, positions, request.sampling, max_failures)
+            self.director.start(rows, request.sampling, max_failures)
         receive = self.director.receive if self.director else no_messages
         answer = self.director.server.send if self.director else no_answer
         loop = EpisodeLoop(
@@ -295,11 +303,7 @@ class EpisodeSampler:
         )
         with preserved_random_state():
             results = loop.run()
-        if self.director:
-            self.director.end()
-        rank = torch.tensor(dist.get_rank())
-        seconds = torch.zeros(dist.get_world_size())
-        seconds = seconds.index_fill(0, rank, time.perf_counter() - start)
+        seconds = seconds_of_rank(time.perf_counter() - start)
         return Played(loop.playing, results, loop.times, seconds)
 
     def share(self, request: Request, assignment: Assignment, played: Played) -> Samples:
@@ -343,7 +347,7 @@ class EpisodeSampler:
             group=request.first_group + assignment.position[episode],
             scores=numbers.score.float()[episode],
             truncated=numbers.truncated.bool()[episode],
-            failures=self.all_failures(kept),
+            failures=all_failures(kept.index, kept.results, self.host_group),
             num_drawn=num_episodes,
             metrics=self.metrics(played) | numbers.metrics(),
             parts={name: values.float()[episode] for name, values in numbers.parts.items()},
@@ -358,22 +362,10 @@ class EpisodeSampler:
         prompts = [request.dataset[row] for row in rows]
         playing = [played.playing[i] for i in kept]
         results = [played.results[i] for i in kept]
-        self.agree_on_parts(index, results)
+        agree_on_parts(self.runner, index, results, self.host_group)
         results = [self.judge(*each) for each in zip(results, playing, prompts)]
         items = [(prompt.text, "", prompt.row) for prompt in prompts]
         return Kept(index, playing, self.runner.check_parts(items, results), prompts)
-
-    def agree_on_parts(self, index: Tensor, results: list[Result]) -> None:
-        """Let all ranks expect the same parts as in the first reward of the run."""
-        if self.runner.parts is not None:
-            return
-        rewards = [
-            (i, sorted(result.parts))
-            for i, result in zip(index.tolist(), results)
-            if isinstance(result, Reward)
-        ]
-        first_of_rank = gather_on_all_ranks(rewards[:1], self.host_group)
-        _, self.runner.parts = min(first_of_rank, default=(0, None))
 
     def judge(self, result: Result, playing: Playing, prompt: Prompt) -> Result:
         """Return the reward of an episode, or the reason why it has none."""
@@ -383,25 +375,12 @@ class EpisodeSampler:
             return Failure("no turns", NO_TURNS, prompt.row, "")
         return result
 
-    def all_failures(self, kept: Kept) -> list[Failure]:
-        """Return the failures of all ranks, in the order of the episodes."""
-        failures = [
-            (i, result)
-            for i, result in zip(kept.index.tolist(), kept.results)
-            if isinstance(result, Failure)
-        ]
-        failures = gather_on_all_ranks(failures, self.host_group)
-        return [failure for _, failure in sorted(failures, key=lambda pair: pair[0])]
-
     def metrics(self, played: Played) -> dict[str, float]:
         """Return metrics of the times of all replicas."""
-        seconds = sum_over_ranks(played.seconds.clone(), self.host_group)
-        idle = 1 - seconds / seconds.max()
         waiting = torch.tensor([played.times.idle, played.times.total], dtype=torch.float64)
         waiting_seconds, total_seconds = sum_over_ranks(waiting, self.host_group).tolist()
         return {
-            "perf/rollout_idle": idle.mean().item(),
-            "perf/rollout_idle_max": idle.max().item(),
+            **idle_metrics(played.seconds, self.host_group),
             "episodes/vllm_idle": waiting_seconds / total_seconds,
         }
 

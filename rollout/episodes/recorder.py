@@ -66,7 +66,6 @@ class Turn:
     """A turn that has begun: the model continues `branch`."""
 
     branch: Branch
-    prompt_ids: list[int]
 
 
 class Episode:
@@ -103,7 +102,7 @@ class Episode:
             self.branches.append(branch)
         branch.read(prompt_ids)
         branch.is_open = True
-        return Turn(branch, prompt_ids)
+        return Turn(branch)
 
     def end(self, turn: Turn, token_ids: np.ndarray, log_probs: np.ndarray, is_cut: bool) -> None:
         """Append the sampled tokens of a turn.

@@ -144,7 +144,6 @@ class EpisodeRunner(WorkerPool):
     def play(
         self,
         rows: Sequence[dict],
-        groups: Sequence[int],
         base_url: str,
         new_key: Callable[[int], str],
         max_failures: float = math.inf,
@@ -155,7 +154,6 @@ class EpisodeRunner(WorkerPool):
 
         Args:
             rows: the rows, which must be representable in JSON.
-            groups: the group of each episode, as for Grader.grade(). Episodes do not depend on it.
             base_url: the URL of the gateway's API.
             new_key: called in any thread with an episode's index right before the episode is sent
                 to a worker, also when it is repeated because its worker has ended. Returns the API

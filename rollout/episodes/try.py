@@ -156,7 +156,7 @@ def play(
     rollout.wake("kv_cache")
     sampler = EpisodeSampler.start(config, rollout, runner, tokenizer, host_group=None)
     director = sampler.director
-    director.start([row], [0], config.rollout, math.inf)
+    director.start([row], config.rollout, math.inf)
     inbox = Inbox(rollout, director.receive, group=None)
     seeds = [(config.trainer.seed, seed)]
     loop = EpisodeLoop(rollout, config.rollout, seeds, inbox, director.server.send)

@@ -51,7 +51,7 @@ def play(episode: str, turns: list[dict]) -> tuple[float, list[str]]:
     with Server() as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        (result,) = runner.play([row], [0], server.url, server.new_key)
+        (result,) = runner.play([row], server.url, server.new_key)
         server.shutdown()
         thread.join()
     runner.close()

@@ -21,6 +21,7 @@ from rollout.drawing import (
     Generation,
     Request,
     Sampler,
+    agree_on_parts,
     assign,
     dataset_rows,
     response_seeds,
@@ -95,8 +96,7 @@ def agree_by_hand(config, results: list[dict[int, Result]]) -> list[str] | None:
     """Return the parts that this rank expects after a draw; results[rank]: {response: result}."""
     own = results[dist.get_rank()]
     with closing(Grader(config)) as grader:
-        sampler = Sampler(None, grader, None, None, 0.5, True)
-        sampler.agree_on_parts(torch.tensor([*own]), [*own.values()])
+        agree_on_parts(grader, torch.tensor([*own]), [*own.values()], None)
         return grader.parts
 
 

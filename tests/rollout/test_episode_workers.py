@@ -150,7 +150,7 @@ def make(tmp_path_factory):
 
 
 def play(runner, server, rows, **options):
-    return runner.play(rows, range(len(rows)), server.url, server.new_key, **options)
+    return runner.play(rows, server.url, server.new_key, **options)
 
 
 def script(*turns):
@@ -370,7 +370,7 @@ def test_an_error_of_the_server_has_its_message_in_one_line(make, file, server):
 
 def test_a_request_after_the_draw_is_rejected(make, file, server):
     with closing(make(f"{file}:solve")) as runner:
-        (failure,) = runner.play([{"text": "a"}], [0], server.url, lambda i: "old")
+        (failure,) = runner.play([{"text": "a"}], server.url, lambda i: "old")
     assert failure.kind == "raised"
     line = (
         FILE.split("\n").index(
@@ -384,7 +384,7 @@ def test_a_request_after_the_draw_is_rejected(make, file, server):
 
 def test_the_gateway_may_be_gone(make, file, server):
     with closing(make(f"{file}:solve")) as runner:
-        (failure,) = runner.play([{"text": "a"}], [0], "http://127.0.0.1:9/v1", server.new_key)
+        (failure,) = runner.play([{"text": "a"}], "http://127.0.0.1:9/v1", server.new_key)
     assert failure.kind == "raised"
     assert "ConnectionRefusedError" in failure.trace
 
@@ -565,7 +565,7 @@ def test_episodes_talk_to_the_gateway(make, file, tmp_path):
     thread.start()
     rows = [{"turns": turns, "token_ids": reply_ids} for turns in (1, 2, 3)]
     with closing(make(f"{file}:talk")) as runner:
-        results = runner.play(rows, range(3), url, new_key)
+        results = runner.play(rows, url, new_key)
     gateway.send({"end": True})
     thread.join()
     assert gateway.close() == 0
@@ -620,7 +620,7 @@ def test_a_module_of_the_working_directory_and_its_neighbours(make, server, tmp_
             (package / "data.py").write_text("")
             (tmp_path / "common").rename(package / "common")
         with closing(make(name)) as runner:
-            (reward,) = runner.play([{"a": 1}], [0], server.url, lambda i: "12345")
+            (reward,) = runner.play([{"a": 1}], server.url, lambda i: "12345")
         assert reward == Reward(6.0, {})
 
 
