@@ -210,19 +210,25 @@ class Roles:
         sampling: DictConfig,
         seed: int,
         first_group: int = 0,
-        profiler: Profiler | None = None,
     ) -> Samples:
-        """Return graded responses to rows of a PromptDataset.
+        """Return graded responses to rows of a PromptDataset, drawn with the settings of `rollout`.
 
         step: the step that failures.jsonl reports. seed: distinguishes the draws of a run.
+
+        Raises InputError if too many responses could not be graded.
+        """
+        seeds = (self.config.trainer.seed, seed)
+        request = Request(dataset, rows, sampling, seeds, first_group)
+        return self.respond(step, request, self.profiler)
+
+    def respond(self, step: int, request: Request, profiler: Profiler) -> Samples:
+        """Return graded responses to a request.
 
         Responses that could not be graded are appended to failures.jsonl. Raises InputError if
         there are too many of them.
         """
         max_failure_rate = self.config.reward.max_failure_rate
-        seeds = (self.config.trainer.seed, seed)
-        request = Request(dataset, rows, sampling, seeds, first_group)
-        samples = self.sampler.draw(request, profiler or self.profiler)
+        samples = self.sampler.draw(request, profiler)
         if dist.get_rank() == 0:
             append_failures(samples, Path(self.config.output_dir) / "failures.jsonl", step)
         check_failures(samples.failures, samples.num_drawn, max_failure_rate)
@@ -238,12 +244,17 @@ class Roles:
     def validate(self, dataset, step: int) -> Samples:
         """Return graded responses to every row, drawn with the settings of `validation`."""
         self.wake()
-        rows = range(len(dataset))
+        request = Request(
+            dataset,
+            range(len(dataset)),
+            validation_sampling(self.config),
+            seed=(self.config.trainer.seed, VALIDATION_SEED),
+            section="validation",
+        )
         # Report only the total time of a validation, as "validate", and not the time of its stages.
         unreported = Profiler()
-        sampling = validation_sampling(self.config)
         with self.profiler.stage("validate"):
-            return self.draw(step, dataset, rows, sampling, VALIDATION_SEED, profiler=unreported)
+            return self.respond(step, request, unreported)
 
     def sleep(self) -> dict[str, float]:
         """Take the device back from vLLM, and return metrics of its memory."""

@@ -6,6 +6,14 @@ from algorithms.pass_at_k import pass_at_k
 from rollout.samples import Samples
 
 PASSING_SCORE = 1
+# Metrics of a validation with rollout.episode, and the metrics of the draw that they show.
+EPISODE_METRICS = {
+    "val/episodes/turns": "episodes/turns/mean",
+    "val/episodes/tool_calls": "episodes/tool_calls/mean",
+    "val/episodes/tool_errors": "episodes/tool_errors",
+    "val/episodes/limited": "episodes/limited",
+    "val/episodes/left_out": "episodes/left_out",
+}
 
 
 def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, float]:
@@ -13,6 +21,8 @@ def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, flo
 
     function: reward.function. The mean score is called val/{function}, and the mean of each part
     val/{function}/{part}.
+
+    Episodes of several turns add the metrics in EPISODE_METRICS.
 
     With n > 1, the metrics include pass@k for k = 2, 4, ..., n, and the mean score once more as
     mean@n, its usual name.
@@ -28,6 +38,9 @@ def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, flo
     }
     for part, values in samples.parts.items():
         metrics[f"{name}/{part}"] = episodes.choose(values).mean().item()
+    for key, source in EPISODE_METRICS.items():
+        if source in samples.metrics:
+            metrics[key] = samples.metrics[source]
     if n > 1:
         metrics[f"{name}/mean@{n}"] = metrics[name]
         for k, rate in pass_rates(samples, n).items():

@@ -41,6 +41,7 @@ class Request:
     seed         differs between draws. A response depends only on this seed, its row, and its
                  number among the responses to this row, on any number of ranks
     first_group  the number of the first group
+    section      the section that `sampling` comes from, for messages about its values
     """
 
     dataset: PromptDataset
@@ -48,6 +49,7 @@ class Request:
     sampling: DictConfig
     seed: tuple[int, ...]
     first_group: int = 0
+    section: str = "rollout"
 
 
 @dataclass(frozen=True)

@@ -66,12 +66,21 @@ class Director:
         self.results: Future | None = None
         self.is_ending = False
 
-    def start(self, rows: list[dict], sampling: DictConfig, max_failures: float) -> None:
-        """Start to play one episode for each row, in another thread."""
+    def start(
+        self,
+        rows: list[dict],
+        sampling: DictConfig,
+        max_failures: float,
+        section: str = "rollout",
+    ) -> None:
+        """Start to play one episode for each row, in another thread.
+
+        section: see Request.
+        """
         keys = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
         settings = {key: sampling[key] for key in keys}
         settings["stop"] = list(sampling.stop)
-        self.announcement = {"sampling": settings, **self.limits}
+        self.announcement = {"sampling": settings, "section": section, **self.limits}
         self.is_ending = False
         self.results = self.pool.submit(
             self.runner.play, rows, self.server.base_url, self.new_key, max_failures
@@ -291,7 +300,7 @@ class EpisodeSampler:
             row_at = {p: request.dataset[int(request.rows[p])].row for p in set(positions)}
             rows = [row_at[p] for p in positions]
             max_failures = self.max_failure_rate * len(assignment.owner)
-            self.director.start(rows, request.sampling, max_failures)
+            self.director.start(rows, request.sampling, max_failures, request.section)
         receive = self.director.receive if self.director else no_messages
         answer = self.director.server.send if self.director else no_answer
         loop = EpisodeLoop(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import socket
 import sys
@@ -109,16 +110,20 @@ class Episode:
         session: the recorded conversations.
         num_turns: requests for tokens that were accepted.
         num_sampled: tokens that were sampled.
+        num_reserved: tokens that the turns being sampled may still have.
         num_ended: turns that have ended.
         limit: the limit that was reported to the trainer, or None.
+        turn_ended: notified when a turn has ended.
     """
 
     key: str
     session: Session
     num_turns: int = 0
     num_sampled: int = 0
+    num_reserved: int = 0
     num_ended: int = 0
     limit: str | None = None
+    turn_ended: asyncio.Condition = field(default_factory=asyncio.Condition)
 
 
 @dataclass
@@ -218,8 +223,7 @@ class Gateway:
 
     def begin(self, message: dict) -> None:
         """Accept more API keys."""
-        section = message.get("section", "rollout")
-        self.draw.sampling = Sampling(**message["sampling"], section=section)
+        self.draw.sampling = Sampling(**message["sampling"], section=message["section"])
         self.draw.max_turns = message["max_turns"]
         self.draw.max_episode_tokens = message["max_episode_tokens"]
         for key in message["begin"]:
@@ -338,8 +342,18 @@ class Gateway:
             RequestError: a limit of the episode is reached, or the draw is over.
             ClientGoneError: the client has closed the connection.
         """
-        max_tokens = self.max_tokens(episode, turn)
-        episode.num_turns += 1
+        max_tokens = await self.reserve(episode, turn)
+        try:
+            return await self.sample_at_most(max_tokens, request, episode, turn)
+        finally:
+            async with episode.turn_ended:
+                episode.num_reserved -= max_tokens
+                episode.turn_ended.notify_all()
+
+    async def sample_at_most(
+        self, max_tokens: int, request: Request, episode: Episode, turn: Turn
+    ) -> Sampled:
+        """Let the trainer sample a turn of at most this many tokens."""
         number, answer = self.link.request(
             {
                 "episode": episode.key,
@@ -368,16 +382,48 @@ class Gateway:
             message["finish_reason"],
         )
 
-    def max_tokens(self, episode: Episode, turn: Turn) -> int:
-        """Return how many tokens a turn may have.
+    async def reserve(self, episode: Episode, turn: Turn) -> int:
+        """Begin a turn: return how many tokens it may have, and reserve them.
+
+        If an agent asks for several turns at once, those that are being sampled may use up the
+        tokens that this one needs. It then waits for them to end.
 
         Raises:
-            RequestError: a limit of the episode is reached.
+            RequestError: a limit of the episode is reached, or the draw is over.
         """
         draw = self.draw
-        if draw.max_turns is not None and episode.num_turns >= draw.max_turns:
-            message = f"the episode has had {draw.max_turns} turns, which is rollout.max_turns"
+        wanted = self.wanted_tokens(episode, turn)
+        async with episode.turn_ended:
+            await episode.turn_ended.wait_for(
+                lambda: not episode.num_reserved or wanted <= self.tokens_left(episode)
+            )
+            if self.draw is not draw:
+                raise draw_is_over()
+            self.check_turns(episode)
+            max_tokens = min(wanted, self.tokens_left(episode))
+            if max_tokens < 1:
+                message = (
+                    f"{episode.num_sampled} tokens were sampled in the episode, and "
+                    f"rollout.max_episode_tokens={self.draw.max_episode_tokens}"
+                )
+                self.raise_limit(episode, "max_episode_tokens", message)
+            episode.num_turns += 1
+            episode.num_reserved += max_tokens
+        return max_tokens
+
+    def check_turns(self, episode: Episode) -> None:
+        """Raise RequestError if the episode has had all of its turns."""
+        max_turns = self.draw.max_turns
+        if max_turns is not None and episode.num_turns >= max_turns:
+            message = f"the episode has had {max_turns} turns, which is rollout.max_turns"
             self.raise_limit(episode, "max_turns", message)
+
+    def wanted_tokens(self, episode: Episode, turn: Turn) -> int:
+        """Return how many tokens a turn may have by itself.
+
+        Raises:
+            RequestError: the prompt fills the model's context.
+        """
         room = self.max_model_len - len(turn.prompt_ids)
         if room < 1:
             message = (
@@ -385,19 +431,16 @@ class Gateway:
                 f"prompt has {len(turn.prompt_ids)}"
             )
             self.raise_limit(episode, "max_model_len", message)
-        rooms = [room, draw.sampling.max_tokens]
+        rooms = [room, self.draw.sampling.max_tokens]
         if turn.max_tokens is not None:
             rooms.append(turn.max_tokens)
-        if draw.max_episode_tokens is not None:
-            rooms.append(draw.max_episode_tokens - episode.num_sampled)
-        max_tokens = min(rooms)
-        if max_tokens < 1:
-            message = (
-                f"{episode.num_sampled} tokens were sampled in the episode, and "
-                f"rollout.max_episode_tokens={draw.max_episode_tokens}"
-            )
-            self.raise_limit(episode, "max_episode_tokens", message)
-        return max_tokens
+        return min(rooms)
+
+    def tokens_left(self, episode: Episode) -> float:
+        """Return how many more tokens the turns of an episode may have."""
+        if self.draw.max_episode_tokens is None:
+            return math.inf
+        return self.draw.max_episode_tokens - episode.num_sampled - episode.num_reserved
 
     def raise_limit(self, episode: Episode, name: str, message: str) -> None:
         """Report a limit to the trainer the first time, and raise it."""

@@ -42,3 +42,12 @@ def test_validation_with_one_response_and_with_an_odd_number():
     assert metrics["val/exact_match/pass@2"] == pytest.approx(2 / 3)
     assert metrics["val/exact_match/pass@3"] == 1
     assert "val/exact_match/pass@4" not in metrics
+
+
+def test_validation_shows_the_metrics_of_episodes():
+    samples = make_samples([1, 1], [0, 1], [0, 0])
+    samples.metrics = {"episodes/turns/mean": 2.5, "episodes/limited": 0.25}
+    shown = validation_metrics(samples, "agent.py:solve", 1)
+    assert shown["val/episodes/turns"] == 2.5
+    assert shown["val/episodes/limited"] == 0.25
+    assert "val/episodes/tool_calls" not in shown

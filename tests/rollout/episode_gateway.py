@@ -82,6 +82,7 @@ class GatewayProcess:
             {
                 "begin": keys,
                 "sampling": SAMPLING | sampling,
+                "section": "rollout",
                 "max_turns": max_turns,
                 "max_episode_tokens": max_episode_tokens,
             }

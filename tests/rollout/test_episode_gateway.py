@@ -3,6 +3,7 @@
 import signal
 import socket
 import time
+from concurrent.futures import Future, wait
 
 import httpx
 import pytest
@@ -52,10 +53,17 @@ def gateway(process):
     return process
 
 
+def generate(gateway, max_tokens: int) -> Future:
+    """Post a request that continues a token, in another thread."""
+    body = {"token_ids": [5], "sampling_params": {"max_tokens": max_tokens}}
+    return gateway.threads.submit(gateway.post, GENERATE, "key", body)
+
+
 def announce(gateway, *keys: str) -> None:
     """Announce keys during a draw."""
     limits = {"max_turns": None, "max_episode_tokens": None}
-    gateway.send({"begin": keys, "sampling": SAMPLING | {"max_tokens": 9}, **limits})
+    sampling = SAMPLING | {"max_tokens": 9}
+    gateway.send({"begin": keys, "sampling": sampling, "section": "validation", **limits})
 
 
 def play(gateway, tokenizer, key: str, messages: list[dict], text: str, **fields):
@@ -208,6 +216,55 @@ def test_max_episode_tokens(gateway, tokenizer):
     gateway.receive()
     assert limit_code(gateway.post(CHAT, "key", {"messages": HELLO})) == "max_episode_tokens"
     assert gateway.receive() == {"episode": "key", "limit": "max_episode_tokens"}
+
+
+def test_errors_about_sampling_name_the_section_of_the_draw(gateway):
+    gateway.send({"end": True})
+    assert gateway.receive() == {"ended": True}
+    announce(gateway, "key")
+    response = gateway.post(CHAT, "key", {"messages": HELLO, "temperature": 0.5})
+    assert "differs from validation.temperature=1.0" in response.json()["error"]["message"]
+
+
+def test_turns_at_the_same_time_share_the_tokens_of_an_episode(gateway):
+    """A turn waits while others could use up its tokens, and gets what they leave."""
+    gateway.begin("key", max_episode_tokens=10)
+    first = generate(gateway, 6)
+    first_request = gateway.receive()
+    assert first_request["max_tokens"] == 6
+    small = generate(gateway, 3)
+    small_request = gateway.receive()
+    assert small_request["max_tokens"] == 3
+    large = generate(gateway, 5)
+    gateway.answer(small_request, [7])
+    assert small.result().status_code == 200
+    assert not large.done()
+    # 10 - 1 - 2 tokens are left: more than the 5 that it wants.
+    gateway.answer(first_request, [7] * 2)
+    assert first.result().status_code == 200
+    large_request = gateway.receive()
+    assert large_request["max_tokens"] == 5
+    gateway.answer(large_request, [7] * 5, "length")
+    assert large.result().status_code == 200
+    last = generate(gateway, 5)
+    last_request = gateway.receive()
+    assert last_request["max_tokens"] == 2
+    gateway.answer(last_request, [7] * 2, "length")
+    assert last.result().status_code == 200
+    response = generate(gateway, 1).result()
+    assert limit_code(response) == "max_episode_tokens"
+
+
+def test_a_turn_that_waits_for_tokens_ends_with_the_draw(gateway):
+    gateway.begin("key", max_episode_tokens=10)
+    first = generate(gateway, 10)
+    gateway.receive()
+    waiting = generate(gateway, 10)
+    wait([waiting], timeout=0.5)
+    gateway.send({"end": True})
+    assert gateway.receive() == {"ended": True}
+    assert first.result().status_code == 410
+    assert waiting.result().status_code == 410
 
 
 def test_tokens_without_a_name_of_the_tokenizer_may_be_in_a_prompt(gateway):
