@@ -172,6 +172,7 @@ def set_up(config, grader):
     identity = identify(config, hf_config, run.train) | run.order.identity
     identity |= {
         "rollout.n": config.rollout.n,
+        "rollout.partial.enable": config.rollout.partial.enable,
         "algorithm.adv_estimator": config.algorithm.adv_estimator,
         "critic": models.uses_critic(config),
     }

@@ -14,6 +14,7 @@ IMPLIED_BY_OLD_CHECKPOINTS = {
     "data.shuffle": True,
     "data.weights": "none",
     "data.sampler": "none",
+    "rollout.partial.enable": False,
 }
 
 

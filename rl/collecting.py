@@ -1,7 +1,8 @@
 """The samples of a step: draw prompts until there are enough groups to learn from."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -10,22 +11,94 @@ from torch import Tensor
 from algorithms.dapo import informative, overlong_penalty
 from config import InputError
 from data.batching.order import RowsOfBatch
+from data.prompts import PromptDataset
+from profiling import Profiler
 from rl.functions import inputs_read
 from rl.models import longest_response
+from rollout.drawing import Request
+from rollout.partial.drawing import PartialSampler
 from rollout.samples import Samples, concat
 
-# draw(dataset, rows, sampling, batch_index, first_group=...) -> graded responses to these rows
-Draw = Callable[..., Samples]
+
+class Source(Protocol):
+    """Where the samples of a step come from."""
+
+    def draw(self, num_groups: int, first_group: int) -> Samples:
+        """Return graded responses to prompts, with greedy baselines if the estimator reads them.
+
+        Args:
+            num_groups: how many groups are missing. There may be more, or fewer at the end of a
+                run.
+            first_group: the number of the first group.
+        """
+
+    def end_step(self) -> dict[str, float]:
+        """Return metrics of the step, after its last draw."""
 
 
-def collect(
-    config: DictConfig, draw: Draw, dataset, rows_of_batch: RowsOfBatch, batch_index: int
-) -> tuple[Samples, int]:
-    """Return one step's samples, and the number of the next step's first prompt batch.
+@dataclass
+class BatchSource:
+    """Draws the responses to whole batches of prompts.
+
+    Attributes:
+        respond: returns the graded responses to a request.
+        batch_index: the number of the next batch.
+    """
+
+    config: DictConfig
+    respond: Callable[[Request], Samples]
+    dataset: PromptDataset
+    rows_of_batch: RowsOfBatch
+    batch_index: int
+
+    def draw(self, num_groups: int, first_group: int) -> Samples:
+        rows = self.rows_of_batch(self.batch_index)
+        seed = (self.config.trainer.seed, self.batch_index)
+        request = Request(self.dataset, rows, self.config.rollout, seed, first_group)
+        self.batch_index += 1
+        return with_baselines(self.config, self.respond, request, self.respond(request))
+
+    def end_step(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass
+class PartialSource:
+    """Draws the groups that are complete, with rollout.partial.
+
+    Attributes:
+        respond: returns the graded responses to a request; greedy baselines need it.
+        report_failures: reports the responses of a draw that could not be graded.
+        version: the number of steps that have trained the weights.
+    """
+
+    config: DictConfig
+    sampler: PartialSampler
+    respond: Callable[[Request], Samples]
+    report_failures: Callable[[Samples], None]
+    version: int
+    profiler: Profiler
+
+    def draw(self, num_groups: int, first_group: int) -> Samples:
+        request, samples = self.sampler.draw(num_groups, self.version, first_group, self.profiler)
+        self.report_failures(samples)
+        return with_baselines(self.config, self.respond, request, samples)
+
+    def end_step(self) -> dict[str, float]:
+        return self.sampler.end_step(self.version)
+
+    @property
+    def batch_index(self) -> int:
+        """The number of the batch whose prompts begin next."""
+        return self.sampler.ledger.next_group // self.config.data.train_batch_size
+
+
+def collect(config: DictConfig, source: Source) -> Samples:
+    """Return one step's samples.
 
     With algorithm.filter_groups, groups whose responses all have the same score are left out. More
-    prompts are then drawn, until data.train_batch_size groups are left or max_num_gen_batches
-    batches have been drawn. The metrics cover everything that was drawn.
+    prompts are then drawn, until data.train_batch_size groups are left or there have been
+    max_num_gen_batches draws. The metrics cover everything that was drawn.
 
     Raises InputError if no response could be graded.
     """
@@ -33,41 +106,38 @@ def collect(
     filter_groups = config.algorithm.filter_groups
     max_draws = filter_groups.max_num_gen_batches if filter_groups.enable else 1
     draws: list[Samples] = []
+    first_groups: list[int] = []
+    num_kept = 0
+    next_group = 0
     while len(draws) < max_draws:
-        first_group = len(draws) * num_prompts
-        rows = rows_of_batch(batch_index)
-        draws.append(draw_batch(config, draw, dataset, rows, batch_index, first_group))
-        batch_index += 1
+        first_groups.append(next_group)
+        draws.append(source.draw(num_prompts - num_kept, next_group))
         drawn = concat(draws)
+        next_group = int(drawn.group.max()) + 1 if len(drawn) else 0
         is_informative = informative(drawn.scores, drawn.group)
         keep = is_informative if filter_groups.enable else torch.ones_like(is_informative)
-        if len(drawn.group[keep].unique()) >= num_prompts:
+        num_kept = len(drawn.group[keep].unique())
+        if num_kept >= num_prompts:
             break
     check_any_graded(drawn, len(draws))
-    metrics = collection_metrics(draws, drawn, is_informative)
+    metrics = collection_metrics(draws, drawn, is_informative) | source.end_step()
     if not keep.any():
-        # No group is informative: use the last draw, whose advantages are 0.
-        draw_of_group = drawn.group // num_prompts
-        keep = draw_of_group == draw_of_group[-1]
+        # No group is informative: use the last draw that was graded, whose advantages are 0.
+        last_graded = int(drawn.group.max())
+        keep = drawn.group >= max(group for group in first_groups if group <= last_graded)
     last_group = drawn.group[keep].unique()[:num_prompts][-1]
     keep &= drawn.group <= last_group
-    return replace(drawn.select(keep), metrics=metrics), batch_index
+    return replace(drawn.select(keep), metrics=metrics)
 
 
-def draw_batch(
-    config: DictConfig,
-    draw: Draw,
-    dataset,
-    rows: Sequence[int],
-    batch_index: int,
-    first_group: int,
+def with_baselines(
+    config: DictConfig, respond: Callable[[Request], Samples], request: Request, samples: Samples
 ) -> Samples:
-    """Draw responses to one batch of prompts, with greedy baselines if the estimator reads them."""
-    samples = draw(dataset, rows, config.rollout, batch_index, first_group=first_group)
+    """Return the samples of a request with greedy baselines, if the estimator reads them."""
     if "baseline" not in inputs_read(config, "adv_estimator"):
         return samples
     greedy_sampling = OmegaConf.merge(config.rollout, {"temperature": 0.0, "n": 1})
-    greedy = draw(dataset, rows, greedy_sampling, batch_index, first_group=first_group)
+    greedy = respond(replace(request, sampling=greedy_sampling))
     return samples.with_baseline(replace(greedy, scores=penalized_scores(config, greedy)))
 
 

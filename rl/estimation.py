@@ -20,7 +20,7 @@ from torch import Tensor
 from algorithms.aggregation import token_mean
 from algorithms.dapo import informative
 from algorithms.kl import adapt
-from algorithms.rollout_correction import keep_mask, off_policy
+from algorithms.rollout_correction import keep_mask, moments_by_age, off_policy
 from algorithms.value_loss import explained_variance
 from rl.collecting import penalized_scores, score_metrics, spread
 from rl.functions import (
@@ -155,7 +155,7 @@ def set_advantages(
     estimate = estimate_advantages(config, samples, tokens, shaped)
     fields["advantages"] = estimate.advantages
     fields["returns"] = estimate.returns
-    off_policy_gap = measure_off_policy(samples, tokens)
+    off_policy_gap = measure_off_policy(config, samples, tokens)
     rejection = reject_tokens(config, samples, tokens)
     loss_reads = inputs_read(config, "loss_mode")
     if "group" in loss_reads:
@@ -308,7 +308,7 @@ def extremes(name: str, reduced: Tensor, samples: Samples) -> Metrics:
     }
 
 
-def measure_off_policy(samples: Samples, tokens: ResponseTokens) -> Metrics:
+def measure_off_policy(config: DictConfig, samples: Samples, tokens: ResponseTokens) -> Metrics:
     """Return metrics of the gap between vLLM's and the trainer's log-probabilities.
 
     Without old_log_probs there are none yet: the loss reports them instead (rl/losses.py).
@@ -317,6 +317,9 @@ def measure_off_policy(samples: Samples, tokens: ResponseTokens) -> Metrics:
     if "old_log_probs" not in fields:
         return {}
     gaps = off_policy(fields["old_log_probs"], fields["rollout_log_probs"], tokens.mask)
+    if "age" in fields:
+        max_age = config.rollout.partial.max_staleness
+        gaps |= moments_by_age(gaps["ratio"], fields["age"], tokens.mask, max_age)
     sums = tokens.reduce(*((x, "sum") for x in gaps.values())).sum(0)
     means = sums / samples.response_lengths.sum().item()
     return off_policy_metrics(dict(zip(gaps, means.tolist())))

@@ -5,7 +5,7 @@ import math
 from omegaconf import DictConfig
 from torch import Tensor
 
-from algorithms.rollout_correction import correction_weights, off_policy
+from algorithms.rollout_correction import correction_weights, moments_by_age, off_policy
 from algorithms.value_loss import value_loss
 from engines.base import LossFn
 from rl.functions import PolicyLossInputs, call, check_pair, check_shapes, find_function
@@ -56,6 +56,9 @@ class ActorLoss:
         if "old_log_probs" not in fields:
             # Otherwise set_advantages() has reported these, including the rejected tokens.
             gaps = off_policy(old_log_probs, fields["rollout_log_probs"], mask)
+            if "age" in fields:
+                max_age = self.config.rollout.partial.max_staleness
+                gaps |= moments_by_age(gaps["ratio"], fields["age"], mask, max_age)
             amounts |= {
                 f"rollout_corr/{name}": (x * token_weight).sum() for name, x in gaps.items()
             }

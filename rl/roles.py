@@ -16,22 +16,27 @@ from omegaconf import DictConfig
 from data.batching.order import RowsOfBatch
 from engines.base import Engine
 from engines.build import engine_class
-from engines.checkpoint.checkpointer import Checkpointer
+from engines.checkpoint.checkpointer import Checkpointer, read_files
 from engines.checkpoint.export import export_hf
 from engines.heads import Head
 from engines.parallel import device
 from profiling import Profiler
 from rl import collecting, estimation, updates
+from rl.collecting import BatchSource, PartialSource
 from rl.losses import ActorLoss, critic_loss
 from rl.models import mini_batch_prompts, needs_old_log_probs, role_configs, uses_reference
 from rollout.drawing import Request, Sampler
 from rollout.episodes.drawing import EpisodeSampler
 from rollout.episodes.runner import EpisodeRunner
 from rollout.grading.grader import Grader, check_failures
+from rollout.partial.drawing import PartialSampler
+from rollout.partial.groups import OpenGroups
+from rollout.partial.ledger import Ledger
 from rollout.records import append_failures
 from rollout.samples import Samples
 from rollout.sharing import Share, divide
 from rollout.vllm import adapters, probe
+from rollout.vllm.continuing import ContinuingRollout
 from rollout.vllm.device_memory import used_gib
 from rollout.vllm.engine import Rollout
 from rollout.vllm.sampling import validation_sampling
@@ -72,10 +77,13 @@ class Roles:
         self.tokenizer = tokenizer
         self.grader = grader
         self.profiler = profiler
+        self.total_steps = total_steps
         self.host_group = dist.new_group(backend="gloo")
         self._choose_offloads()
         self.rollout = None
         self.sampler = None
+        self.partial: PartialSampler | None = None
+        self.carried_files: list[bytes] = []
         if adapters.shares_base(config, dist.get_world_size()):
             self.rollout = Rollout(config, this_device)
         self.probe = probe.Probe(config) if config.model.lora.rank else None
@@ -202,44 +210,71 @@ class Roles:
         if self.rollout.adapter:
             self.rollout.update_adapter(self.actor.export_adapter())
 
-    def draw(
-        self,
-        step: int,
-        dataset,
-        rows: Sequence[int],
-        sampling: DictConfig,
-        seed: int,
-        first_group: int = 0,
-    ) -> Samples:
-        """Return graded responses to rows of a PromptDataset, drawn with the settings of `rollout`.
-
-        step: the step that failures.jsonl reports. seed: distinguishes the draws of a run.
+    def respond(self, step: int, request: Request, profiler: Profiler | None = None) -> Samples:
+        """Return graded responses to a request. step: the step that failures.jsonl reports.
 
         Raises InputError if too many responses could not be graded.
         """
-        seeds = (self.config.trainer.seed, seed)
-        request = Request(dataset, rows, sampling, seeds, first_group)
-        return self.respond(step, request, self.profiler)
+        samples = self.sampler.draw(request, profiler or self.profiler)
+        self._report_failures(step, samples)
+        return samples
 
-    def respond(self, step: int, request: Request, profiler: Profiler) -> Samples:
-        """Return graded responses to a request.
+    def _report_failures(self, step: int, samples: Samples) -> None:
+        """Append the responses that could not be graded to failures.jsonl.
 
-        Responses that could not be graded are appended to failures.jsonl. Raises InputError if
-        there are too many of them.
+        Raises InputError if there are too many of them.
         """
-        max_failure_rate = self.config.reward.max_failure_rate
-        samples = self.sampler.draw(request, profiler)
         if dist.get_rank() == 0:
             append_failures(samples, Path(self.config.output_dir) / "failures.jsonl", step)
-        check_failures(samples.failures, samples.num_drawn, max_failure_rate)
-        return samples
+        check_failures(samples.failures, samples.num_drawn, self.config.reward.max_failure_rate)
 
     def collect(
         self, dataset, rows_of_batch: RowsOfBatch, batch_index: int, step: int
     ) -> tuple[Samples, int]:
-        """Return the samples of a step, and the number of the next step's first prompt batch."""
-        draw = partial(self.draw, step)
-        return collecting.collect(self.config, draw, dataset, rows_of_batch, batch_index)
+        """Return the samples of a step, and the number of the next step's first prompt batch.
+
+        step: from 1.
+        """
+        respond = partial(self.respond, step)
+        if self.config.rollout.partial.enable:
+            if self.partial is None:
+                self.partial = self._start_partial(dataset, rows_of_batch)
+            source = PartialSource(
+                self.config,
+                self.partial,
+                respond,
+                partial(self._report_failures, step),
+                version=step - 1,
+                profiler=self.profiler,
+            )
+        else:
+            source = BatchSource(self.config, respond, dataset, rows_of_batch, batch_index)
+        samples = collecting.collect(self.config, source)
+        return samples, source.batch_index
+
+    def _start_partial(self, dataset, rows_of_batch: RowsOfBatch) -> PartialSampler:
+        """Return what carries responses from step to step, as the checkpoint has left it."""
+        config = self.config
+        # With filter_groups, a run may need any number of groups.
+        is_limited = not config.algorithm.filter_groups.enable
+        settings = config.rollout.partial
+        ledger = Ledger(
+            num_replicas=self.rollout.num_replicas,
+            oversample=settings.oversample if settings.max_staleness else 1.0,
+            limit=self.total_steps * config.data.train_batch_size if is_limited else None,
+        )
+        sampler = PartialSampler(
+            self.sampler,
+            ContinuingRollout(self.rollout),
+            ledger,
+            dataset,
+            rows_of_batch,
+            config,
+            OpenGroups(settings.max_staleness, finishes_old=settings.on_stale == "finish"),
+        )
+        if self.carried_files:
+            sampler.load_state(self.carried_files)
+        return sampler
 
     def validate(self, dataset, step: int) -> Samples:
         """Return graded responses to every row, drawn with the settings of `validation`."""
@@ -331,6 +366,7 @@ class Roles:
 
     def load(self, checkpointer: Checkpointer, path: Path) -> dict:
         """Load the trained engines from a checkpoint, and return its progress."""
+        self.carried_files = read_files(path)
         return checkpointer.load(path, self.actor, **self._trained_with_actor())
 
     def save(self, checkpointer: Checkpointer, step: int, progress: dict) -> None:
@@ -341,8 +377,9 @@ class Roles:
         if self.rollout.awake:
             self.rollout.sleep()
         trained = self._trained_with_actor()
+        files = self.partial.state() if self.partial else {}
         with self.profiler.stage("save"):
-            checkpointer.save(step, self.actor, progress, self.tokenizer, **trained)
+            checkpointer.save(step, self.actor, progress, self.tokenizer, files, **trained)
 
     def export(self, directory: Path, base_name: str) -> None:
         """Write the actor, or its adapter for the model called `base_name`, as Hugging Face files.

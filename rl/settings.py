@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from config import InputError, defaults
 from engines.context_parallel import sequence_limit
+from engines.model import mtp
 from engines.model.lengths import longest_sequence
 from rl.functions import (
     FUNCTIONS,
@@ -33,6 +34,7 @@ def check_settings(config: DictConfig) -> None:
     check_keys_have_an_effect(config)
     check_sampling(config)
     check_episodes(config)
+    check_partial(config)
     check_cut_off_tokens(config)
     check_longest_sequence(config)
 
@@ -157,6 +159,37 @@ def check_episodes(config: DictConfig) -> None:
         raise InputError(
             f"rollout.episode={episode} does not work with model.images=true yet: set "
             "model.images=false"
+        )
+
+
+def check_partial(config: DictConfig) -> None:
+    """Raise InputError for settings that do not work with responses that continue later."""
+    rollout = config.rollout
+    if not rollout.partial.enable:
+        return
+    partial = "rollout.partial.enable=true"
+    if rollout.partial.require_correction and config.algorithm.rollout_is == "none":
+        raise InputError(
+            f"{partial} trains on tokens that older weights have drawn: set "
+            "algorithm.rollout_is=token (or sequence) to correct for them, or "
+            "rollout.partial.require_correction=false to train without a correction"
+        )
+    if rollout.episode:
+        raise InputError(
+            f"{partial} does not work with rollout.episode={rollout.episode} yet: leave out one of "
+            "the two"
+        )
+    if rollout.stop:
+        raise InputError(
+            f"{partial} does not work with rollout.stop={list(rollout.stop)}: a text that ends a "
+            "response could be drawn in two steps. Leave out one of the two"
+        )
+    drafter = mtp.drafter(config)
+    if drafter:
+        key = "model.mtp.enable_rollout" if drafter == "mtp" else f"rollout.speculative={drafter}"
+        raise InputError(
+            f"{partial} does not work with {key}: drafts draw other random numbers after a "
+            "response has been interrupted. Leave out one of the two"
         )
 
 

@@ -1,5 +1,6 @@
 """Run an engine over a rank's share of a step: a pass without a gradient, or an update."""
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -64,8 +65,24 @@ def update(
 
 
 def off_policy_metrics(means: dict[str, float]) -> dict[str, float]:
-    """Return metrics rollout_corr/... from the means of off_policy()'s results over tokens."""
+    """Return metrics rollout_corr/... from the means of off_policy()'s results over tokens.
+
+    With the means of moments_by_age(), also partial/age_{a}/...: the share of the tokens that were
+    drawn by weights of this age, and their effective sample size.
+    """
     sample_size = effective_sample_size(means["ratio"], means["ratio_squared"])
-    metrics = means | {"effective_sample_size": sample_size}
-    del metrics["ratio_squared"]
-    return {f"{ROLLOUT_PREFIX}{name}": value for name, value in metrics.items()}
+    metrics = {
+        f"{ROLLOUT_PREFIX}log_prob_gap": means["log_prob_gap"],
+        f"{ROLLOUT_PREFIX}kl": means["kl"],
+        f"{ROLLOUT_PREFIX}ratio": means["ratio"],
+        f"{ROLLOUT_PREFIX}effective_sample_size": sample_size,
+    }
+    for age in itertools.takewhile(lambda a: f"age_{a}_share" in means, itertools.count()):
+        share = means[f"age_{age}_share"]
+        metrics[f"partial/age_{age}/tokens"] = share
+        if share:
+            ratio = means[f"age_{age}_ratio"] / share
+            ratio_squared = means[f"age_{age}_ratio_squared"] / share
+            sample_size = effective_sample_size(ratio, ratio_squared)
+            metrics[f"partial/age_{age}/effective_sample_size"] = sample_size
+    return metrics

@@ -7,6 +7,7 @@
     records    writes samples to files that people read
     exchange   sums tensors, and gathers objects, over all ranks
     vllm/      the engine that generates responses
+    partial/   responses that continue in the next step
     episodes/  several turns with tools and environments
     grading/   worker processes that call the reward function
 

@@ -200,11 +200,7 @@ class Sampler:
         with profiler.stage("rollout_generate", self.rollout):
             generation = self.generate(request, assignment)
         with profiler.stage("reward"):
-            graded = self.grade(request, assignment, generation)
-            samples, is_graded = self.share(request, assignment, generation, graded)
-        if is_graded.all():
-            return samples
-        return samples.select(is_graded)
+            return self.grade_and_share(request, assignment, generation)
 
     def generate(self, request: Request, assignment: Assignment) -> Generation:
         """Generate the responses of this rank's replica."""
@@ -227,6 +223,16 @@ class Sampler:
             counts = sum_over_ranks(self.rollout.drafts.counts.clone(), self.host_group)
             metrics = draft_metrics(counts)
         return Generation(batch, truncated, prompts, seconds, metrics)
+
+    def grade_and_share(
+        self, request: Request, assignment: Assignment, generation: Generation
+    ) -> Samples:
+        """Grade the responses of all replicas, and return those that have a reward."""
+        graded = self.grade(request, assignment, generation)
+        samples, is_graded = self.share(request, assignment, generation, graded)
+        if is_graded.all():
+            return samples
+        return samples.select(is_graded)
 
     def grade(self, request: Request, assignment: Assignment, generation: Generation) -> Graded:
         """Grade the responses that this rank keeps."""
@@ -359,23 +365,29 @@ def response_seeds(request: Request, assignment: Assignment) -> list[int]:
 
 
 def response_numbers(request: Request, assignment: Assignment) -> list[tuple[int, ...]]:
-    """Return the numbers that the random numbers of each response of this replica depend on.
-
-    If a row is repeated, the responses of its second group are numbered on from those of the first,
-    and so on: with the same numbers, they would be the same responses.
-    """
+    """Return the numbers that the random numbers of each response of this replica depend on."""
     n = request.sampling.n
     rows = [int(row) for row in request.rows]
-    first_numbers = []
-    num_responses: dict[int, int] = {}
-    for row in rows:
-        first_numbers.append(num_responses.get(row, 0))
-        num_responses[row] = first_numbers[-1] + n
+    first_numbers = first_response_numbers(rows, n)
     numbers = []
     for i in assignment.replica.tolist():
         position = int(assignment.position[i])
         numbers.append((*request.seed, rows[position], first_numbers[position] + i % n))
     return numbers
+
+
+def first_response_numbers(rows: Sequence[int], n: int) -> list[int]:
+    """Return the number of the first of n responses to each row.
+
+    It is 0 for most rows. If a row is repeated, the responses of its second group are numbered on
+    from those of the first, and so on: with the same numbers, they would be the same responses.
+    """
+    first_numbers = []
+    num_responses: dict[int, int] = {}
+    for row in rows:
+        first_numbers.append(num_responses.get(row, 0))
+        num_responses[row] = first_numbers[-1] + n
+    return first_numbers
 
 
 def dataset_rows(request: Request, assignment: Assignment) -> Tensor:

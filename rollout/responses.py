@@ -42,10 +42,12 @@ class Responses:
         self._write((rows, self.lengths[rows]), token_ids, log_probs)
         self.lengths[rows] += 1
 
-    def set(self, row: int, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
-        """Write a whole response: token_ids, log_probs [tokens, 1 + num_candidates]."""
-        self._write((row, slice(len(token_ids))), token_ids, log_probs)
-        self.lengths[row] = len(token_ids)
+    def extend(self, row: int, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
+        """Append tokens to one row: token_ids, log_probs [tokens, 1 + num_candidates]."""
+        start = self.lengths[row]
+        end = start + len(token_ids)
+        self._write((row, slice(start, end)), token_ids, log_probs)
+        self.lengths[row] = end
 
     def _write(self, position: tuple, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
         self.tokens[position] = token_ids[:, 0]

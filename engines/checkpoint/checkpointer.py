@@ -22,6 +22,8 @@ from engines.base import Engine
 from engines.checkpoint import storage
 from engines.parallel.device import gather_values, on_rank0
 
+FILES = "files"  # a checkpoint's directory of files that are not weights
+
 
 @dataclass(frozen=True)
 class UnpublishedCheckpoint:
@@ -33,6 +35,8 @@ class UnpublishedCheckpoint:
     target: Path
     # The contents of trainer.json, without checksums.
     progress: dict
+    # The files that this rank has written besides the weights.
+    own_files: list[Path]
 
 
 class Checkpointer:
@@ -157,7 +161,13 @@ class Checkpointer:
     # -- saving ------------------------------------------------------------------------------------
 
     def save(
-        self, step: int, engine: Engine, progress: dict, tokenizer, **other_engines: Engine
+        self,
+        step: int,
+        engine: Engine,
+        progress: dict,
+        tokenizer,
+        files: dict[str, bytes] | None = None,
+        **other_engines: Engine,
     ) -> None:
         """Write the checkpoint step_{step}.
 
@@ -166,6 +176,7 @@ class Checkpointer:
             progress: the script's state, which becomes trainer.json. If the engine does not use
                 some of the model's weights, this method adds "rest": the model directory from which
                 an export takes them.
+            files: further files of this rank, by name; read_files() reads those of all ranks.
             other_engines: other engines to save, such as critic=...
         """
         self.wait()
@@ -173,6 +184,7 @@ class Checkpointer:
         temporary = target.with_suffix(".tmp")
         with removed_on_failure(temporary):
             on_rank0(self._begin, temporary, engine, tokenizer, group=self.group)
+            own_files = write_files(temporary / FILES, files or {})
             engines = {"engine": engine, **other_engines}
             state = {name: member.state() for name, member in engines.items()}
             state["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
@@ -180,7 +192,7 @@ class Checkpointer:
             writing = engine.write(state, temporary / "weights", group)
         if engine.has_unused_weights:
             progress = progress | {"rest": str(Path(engine.config.model.path).absolute())}
-        checkpoint = UnpublishedCheckpoint(temporary, target, progress)
+        checkpoint = UnpublishedCheckpoint(temporary, target, progress, own_files)
         if writing is None:
             self._complete(checkpoint, writing)
         else:
@@ -208,8 +220,10 @@ class Checkpointer:
             if writing is not None:
                 writing.result()
             weights = checkpoint.temporary / "weights"
-            own_files = weights.glob(f"__{dist.get_rank()}_*")
-            own_checksums = {f"weights/{path.name}": checksum(path) for path in own_files}
+            own_files = [*weights.glob(f"__{dist.get_rank()}_*"), *checkpoint.own_files]
+            own_checksums = {
+                str(path.relative_to(checkpoint.temporary)): checksum(path) for path in own_files
+            }
             checksums = dict(ChainMap(*gather_values(own_checksums, self.group)))
             on_rank0(self._publish, checkpoint, checksums, group=self.group)
 
@@ -309,6 +323,25 @@ def removed_on_failure(directory: Path) -> Iterator[None]:
 def read_progress(path: Path) -> dict:
     """Return the script's state that was saved with a checkpoint."""
     return storage.read_manifest(path).progress
+
+
+# -- further files ---------------------------------------------------------------------------------
+
+
+def write_files(directory: Path, files: dict[str, bytes]) -> list[Path]:
+    """Write files, by name, and return their paths."""
+    paths = []
+    for name, content in files.items():
+        directory.mkdir(exist_ok=True)
+        path = directory / name
+        path.write_bytes(content)
+        paths.append(path)
+    return paths
+
+
+def read_files(checkpoint: Path) -> list[bytes]:
+    """Return the further files of all ranks in a checkpoint, in the order of their names."""
+    return [path.read_bytes() for path in sorted((checkpoint / FILES).glob("*"))]
 
 
 # -- random generators -----------------------------------------------------------------------------

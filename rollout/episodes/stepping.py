@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from rollout.episodes.recorder import Episode, Turn
 from rollout.vllm.engine import Rollout
-from rollout.vllm.generation import read_output
+from rollout.vllm.generation import output_id, read_output, wait_for_last_step
 from rollout.vllm.sampling import request_seed
 
 # How long to wait for a request while vLLM has none, before asking again whether the draw is over.
@@ -132,6 +132,7 @@ class EpisodeLoop:
             while self.results is None:
                 progress.update(self.step())
         self.abort(list(self.running))
+        wait_for_last_step(self.rollout.llm.llm_engine)
         self.times.total = time.perf_counter() - start
         return self.results
 
@@ -251,14 +252,6 @@ def progress_bar() -> tqdm:
         disable=dist.get_rank() != 0 or None,
         bar_format="episodes: {n_fmt} turns, {rate_fmt}, {elapsed}",
     )
-
-
-def output_id(internal_id: str) -> str:
-    """Return the id that an output has, and that a request is aborted by.
-
-    vLLM appends random characters to a request's number: "12" becomes "12-8ba0c3f1".
-    """
-    return internal_id.partition("-")[0]
 
 
 def turn_seed(seed: tuple[int, ...], prompt_ids: list[int], repetition: int) -> int:

@@ -6,7 +6,8 @@ arguments       computes the arguments of `vllm.LLM` from the configuration
 versions        lists the supported vLLM releases, and how their interfaces differ
 startup         changes settings of this process before vLLM starts
 sampling        parameters and seeds of requests
-generation      steps vLLM until all requests of a batch have ended
+generation      steps vLLM until the requests of a batch have ended
+continuing      generates parts of responses, which continue later
 scheduler       a faster scheduler for batches whose prompts are all known
 weight_sync     copies the trainer's weights into vLLM
 weight_names    maps the names of weights to their names in vLLM

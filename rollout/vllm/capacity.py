@@ -1,5 +1,6 @@
 """Estimate vLLM's memory on one rank, and how many responses a replica can decode at once."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -96,6 +97,8 @@ def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
         available_bytes = rollout.gpu_memory_utilization * device_bytes - weight_bytes(config)
         bytes_per_sequence += LOGIT_COPIES * (1 + mtp.num_drafted(config)) * shape.vocab_size * 4
     num_prompts = round_up(config.data.train_batch_size * tp, world_size) // world_size
+    if rollout.partial.enable:
+        num_prompts = math.ceil(num_prompts * rollout.partial.oversample)
     num_drawn = num_prompts * rollout.n
     return max(1, min(num_drawn, int(available_bytes / bytes_per_sequence), MAX_NUM_SEQS))
 

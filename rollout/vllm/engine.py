@@ -26,7 +26,7 @@ from rollout.responses import Responses
 from rollout.vllm import adapters, speculation
 from rollout.vllm.arguments import Host, engine_arguments
 from rollout.vllm.device_memory import PARTS, CpuMemory, OwnMemory, SharedMemory, used_gib
-from rollout.vllm.generation import copy_outputs, run_requests
+from rollout.vllm.generation import step_requests
 from rollout.vllm.image_prompts import (
     ImagePrompt,
     enqueue_image_prompts,
@@ -246,38 +246,57 @@ class Rollout:
         Returns:
             bool [n], True for responses that were cut off at max_tokens.
         """
+        is_closed_batch = self.begin_batch(responses, params)
+        request_ids = self.enqueue(prompts, params, image_prompts)
+        reasons, _ = step_requests(
+            self.llm.llm_engine,
+            request_ids,
+            responses,
+            is_closed_batch,
+            progress_label=self.progress_label,
+        )
+        self.end_batch(is_closed_batch)
+        is_truncated = [reasons[i] == "length" for i in range(len(prompts))]
+        return torch.tensor(is_truncated, dtype=torch.bool)
+
+    def begin_batch(self, responses: Responses, params: list) -> bool:
+        """Return whether the scheduler for closed batches takes the next requests.
+
+        It then appends their tokens to `responses` until end_batch().
+        """
         # vLLM searches for stop strings after every token, in the text.
         has_stop_strings = any(request_params.stop for request_params in params)
-        is_closed_batch = (
-            self.scheduler is not None and not has_stop_strings and self.scheduler.begin(responses)
-        )
+        if self.scheduler is None or has_stop_strings:
+            return False
+        return self.scheduler.begin(responses)
+
+    def end_batch(self, is_closed_batch: bool) -> None:
+        """Leave everything to vLLM's own scheduler again, and record the share of its steps."""
+        self.closed_batch_share = self.scheduler.end() if is_closed_batch else 0.0
+
+    def enqueue(
+        self,
+        prompts: Sequence[list[int]],
+        params: list,
+        image_prompts: Sequence[ImagePrompt] | None = None,
+    ) -> list[str]:
+        """Give requests to vLLM, and return their ids. The arguments are those of fill()."""
         if image_prompts is None:
-            self.llm.enqueue(
+            if not prompts:
+                return []
+            return self.llm.enqueue(
                 [{"prompt_token_ids": prompt} for prompt in prompts],
                 params,
                 lora_request=self.lora_request,
                 use_tqdm=False,
             )
-        else:
-            on_all_ranks(
-                enqueue_image_prompts,
-                self.llm,
-                prompts,
-                image_prompts,
-                params,
-                self.placeholder_ids,
-            )
-        label = f" (vLLM 1 of {self.num_replicas})" if self.num_replicas > 1 else ""
-        outputs = run_requests(
-            self.llm.llm_engine, len(prompts), responses if is_closed_batch else None, label
-        )
-        self.closed_batch_share = 0.0
-        if is_closed_batch:
-            self.closed_batch_share = self.scheduler.end()
-        else:
-            copy_outputs(outputs, responses)
-        is_truncated = [output.finish_reason == "length" for output in outputs]
-        return torch.tensor(is_truncated, dtype=torch.bool)
+        arguments = (self.llm, prompts, image_prompts, params, self.placeholder_ids)
+        return on_all_ranks(enqueue_image_prompts, *arguments)
+
+    @property
+    def progress_label(self) -> str:
+        """The text after "generate" in the line that shows the progress."""
+        return f" (vLLM 1 of {self.num_replicas})" if self.num_replicas > 1 else ""
 
     def log_probs(self, batch: Batch, temperature: float) -> Tensor:
         """Return the log-probabilities of the tokens whose loss_mask is not 0: fp32 [tokens].

@@ -1,6 +1,7 @@
-"""Step vLLM until all requests of a batch have ended."""
+"""Step vLLM until the requests of a batch have ended."""
 
 import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch.distributed as dist
@@ -9,23 +10,40 @@ from tqdm import tqdm
 from rollout.responses import Responses
 
 
-def run_requests(
-    llm_engine, num_requests: int, responses: Responses | None, progress_label: str
-) -> list:
-    """Step vLLM until all requests have ended, and return their outputs in order.
+def never_enough(complete: set[int]) -> bool:
+    """Let step_requests() go on until all requests have ended."""
+    return False
+
+
+def step_requests(
+    llm_engine,
+    request_ids: Sequence[str],
+    responses: Responses,
+    is_closed_batch: bool,
+    is_enough: Callable[[set[int]], bool] = never_enough,
+    progress_label: str = "",
+) -> tuple[dict[int, str], int]:
+    """Step vLLM until all requests have ended, or enough of them.
 
     On a terminal, rank 0 shows the progress of its replica in one line, which is removed at the
     end.
 
     Args:
-        responses: The responses that the scheduler for closed batches appends tokens to; None if
-            this scheduler is not used.
+        request_ids: What LLM.enqueue() has returned.
+        responses: Receives the tokens, one row per request.
+        is_closed_batch: Whether the scheduler for closed batches appends the tokens.
+        is_enough: Whether to stop, given the indices of the requests that have ended.
         progress_label: The text after "generate" in the progress line.
+
+    Returns:
+        For each request that has ended, by its index, vLLM's finish_reason; and the number of
+        steps.
     """
-    outputs = {}
-    num_tokens = 0
+    index_of = {output_id(name): index for index, name in enumerate(request_ids)}
+    reasons: dict[int, str] = {}
+    num_steps = 0
     progress = tqdm(
-        total=num_requests,
+        total=len(request_ids),
         leave=False,
         dynamic_ncols=True,
         disable=dist.get_rank() != 0 or None,  # None: only on a terminal
@@ -35,25 +53,37 @@ def run_requests(
     )
     with progress:
         start = time.perf_counter()
-        while llm_engine.has_unfinished_requests():
-            finished = {
-                int(output.request_id): output.outputs[0]
-                for output in llm_engine.step()
-                if output.finished
-            }
-            outputs |= finished
-            num_tokens += sum(len(output.token_ids) for output in finished.values())
-            num_drawn = num_tokens if responses is None else responses.lengths.sum()
-            speed = num_drawn / (time.perf_counter() - start)
+        while llm_engine.has_unfinished_requests() and not is_enough(set(reasons)):
+            num_steps += 1
+            for output in llm_engine.step():
+                index = index_of[output.request_id]
+                if not is_closed_batch:
+                    responses.extend(index, *read_output(output.outputs[0]))
+                if output.finished:
+                    reasons[index] = output.outputs[0].finish_reason
+            speed = responses.lengths.sum() / (time.perf_counter() - start)
             progress.set_postfix_str(f"{tqdm.format_sizeof(speed)} tokens/s", refresh=False)
-            progress.update(len(finished))
-    return [outputs[request_id] for request_id in sorted(outputs)]
+            progress.update(len(reasons) - progress.n)
+    return reasons, num_steps
 
 
-def copy_outputs(outputs: list, responses: Responses) -> None:
-    """Copy vLLM's outputs into `responses`, one row per output."""
-    for row, output in enumerate(outputs):
-        responses.set(row, *read_output(output))
+def wait_for_last_step(llm_engine) -> None:
+    """Wait for the step that vLLM may still be working on after its last requests were aborted.
+
+    Otherwise, the step could use memory that is freed for training.
+    """
+    # vLLM-private: no method tells whether a step is in flight.
+    engine_core = llm_engine.engine_core.engine_core
+    while engine_core.batch_queue:
+        llm_engine.step()
+
+
+def output_id(internal_id: str) -> str:
+    """Return the id that an output has, and that a request is aborted by.
+
+    vLLM appends random characters to a request's number: "12" becomes "12-8ba0c3f1".
+    """
+    return internal_id.partition("-")[0]
 
 
 def read_output(output) -> tuple[np.ndarray, np.ndarray]:

@@ -120,8 +120,8 @@ def enqueue_image_prompts(
     image_prompts: Sequence[ImagePrompt],
     params: list,
     placeholder_ids: list[int],
-) -> None:
-    """Add the requests of this rank, with their images, to vLLM.
+) -> list[str]:
+    """Add the requests of this rank, with their images, to vLLM, and return their ids.
 
     Args:
         prompts: The ids of each prompt in the trainer, with one placeholder per image feature.
@@ -129,8 +129,10 @@ def enqueue_image_prompts(
     Raises:
         InputError: vLLM rejects a prompt, or expands it to ids that differ from the trainer's.
     """
+    if not prompts:
+        return []
     try:
-        llm.enqueue(vllm_prompts(image_prompts), params, use_tqdm=False)
+        request_ids = llm.enqueue(vllm_prompts(image_prompts), params, use_tqdm=False)
     except Exception as error:  # its type depends on the vLLM release
         raise InputError(f"vLLM rejects a prompt with images: {error}") from error
     # vLLM-private: enqueue() does not return the ids that it expands a prompt to.
@@ -139,6 +141,7 @@ def enqueue_image_prompts(
         vllm_ids = list(request.prompt_token_ids)
         if vllm_ids != trainer_ids:
             raise InputError(describe_mismatch(vllm_ids, trainer_ids, images, placeholder_ids))
+    return request_ids
 
 
 def describe_mismatch(

@@ -7,7 +7,7 @@ import pytest
 
 from config import InputError
 from data.batching.order import global_batch
-from rl.collecting import collect as collect_samples, penalized_scores
+from rl.collecting import BatchSource, collect as collect_samples, penalized_scores
 from tests.support.samples import (
     configure,
     failure,
@@ -25,12 +25,16 @@ def collect(agreeing, *more, batch_index=1, failing=()):
 
     Responses score row + 1; the second one scores the negative unless its row is among `agreeing`.
     Those to failing rows cannot be graded. Returns the result, or the error, and the calls of
-    draw().
+    respond().
     """
     calls = []
 
-    def draw(dataset, rows, sampling, *seed, first_group):
-        assert len(dataset) == PROMPTS
+    def respond(request):
+        assert len(request.dataset) == PROMPTS
+        rows = request.rows
+        sampling = request.sampling
+        first_group = request.first_group
+        seed = request.seed[1:]  # without that of the run
         calls.append((rows.tolist(), sampling.n, sampling.temperature, seed, first_group))
         kept = [
             (first_group + place, row, k)
@@ -49,7 +53,8 @@ def collect(agreeing, *more, batch_index=1, failing=()):
     rows_of_batch = partial(global_batch, PROMPTS, SIZE, 0)
     config = configure(f"data.train_batch_size={SIZE}", "rollout.n=2", *more)
     try:
-        return *collect_samples(config, draw, range(PROMPTS), rows_of_batch, batch_index), calls
+        source = BatchSource(config, respond, range(PROMPTS), rows_of_batch, batch_index)
+        return collect_samples(config, source), source.batch_index, calls
     except InputError as error:
         return str(error), calls
 

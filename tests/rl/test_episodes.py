@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
 from data.batching.order import global_batch
-from rl.collecting import collect, penalized_scores
+from rl.collecting import BatchSource, collect, penalized_scores
 from rl.estimation import set_advantages
 from rl.losses import ActorLoss
 from rl.validation import validation_metrics
@@ -369,17 +369,18 @@ def test_the_penalty_for_length_is_on_all_turns_together():
 def collect_episodes(episodes_of_group, *more):
     """Collect two groups per batch, of two episodes with two parts each; groups do not fail."""
 
-    def draw(dataset, rows, sampling, batch_index, first_group):
+    def respond(request):
         episodes = [
-            replace(episode, group=first_group + position)
-            for position in range(len(rows))
-            for episode in episodes_of_group(int(rows[position]), sampling)
+            replace(episode, group=request.first_group + position)
+            for position, row in enumerate(request.rows)
+            for episode in episodes_of_group(int(row), request.sampling)
         ]
         samples = make_episodes(episodes)
         return replace(samples, parts={"whole": samples.scores, "half": samples.scores / 2})
 
     config = configure("data.train_batch_size=2", "rollout.n=2", *more)
-    return collect(config, draw, range(4), partial(global_batch, 4, 2, 0), 0)
+    source = BatchSource(config, respond, range(4), partial(global_batch, 4, 2, 0), 0)
+    return collect(config, source)
 
 
 def test_uninformative_groups_are_left_out_with_all_branches():
@@ -390,7 +391,7 @@ def test_uninformative_groups_are_left_out_with_all_branches():
             return [Episode(0, 1.0, ["..x", ".x."]), Episode(0, 1.0, ["..x."])]
         return [Episode(0, 2.0, ["..x", ".x.", ".xx"]), Episode(0, 5.0, ["..x."])]
 
-    samples, _ = collect_episodes(episodes_of_group, "algorithm.filter_groups.enable=true")
+    samples = collect_episodes(episodes_of_group, "algorithm.filter_groups.enable=true")
     assert len(samples) == 8
     assert len(samples.episodes) == 4
     assert samples.episodes.choose(samples.scores).sort().values.tolist() == [2, 2, 5, 5]
@@ -408,7 +409,7 @@ def test_the_greedy_episode_of_remax_may_have_branches():
             return [Episode(0, 10.0 + row, ["..xxx", ".xxx.xx"])]
         return [Episode(0, 1.0, ["..x", ".x."]), Episode(0, 2.0, ["..x."])]
 
-    samples, _ = collect_episodes(
+    samples = collect_episodes(
         episodes_of_group,
         "algorithm.adv_estimator=remax",
         "rollout.max_tokens=9",

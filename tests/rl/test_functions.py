@@ -8,7 +8,7 @@ import torch
 from common import imports, plugins
 from config import InputError, load
 from rl import models
-from rl.collecting import collect
+from rl.collecting import BatchSource, collect
 from rl.estimation import set_advantages
 from rl.functions import find_function
 from rl.settings import check_settings
@@ -335,13 +335,14 @@ def test_a_greedy_response_is_drawn_if_an_advantage_reads_baseline(configure, na
     """`generated` holds (responses per prompt, temperature) of every draw."""
     draws = []
 
-    def draw(dataset, rows, sampling, *seed, first_group):
+    def respond(request):
+        sampling = request.sampling
         draws.append((sampling.n, sampling.temperature))
         num_samples = 2 * sampling.n
         groups = [sample // sampling.n for sample in range(num_samples)]
         return make_samples([1] * num_samples, range(num_samples), groups)
 
     config = configure(f"adv_estimator=my.py:{name}", "rollout.n=2", "data.train_batch_size=2")
-    samples, _ = collect(config, draw, range(4), lambda batch_index: [0, 1], 0)
+    samples = collect(config, BatchSource(config, respond, range(4), lambda batch_index: [0, 1], 0))
     assert draws == generated
     assert (samples.baseline is not None) == (name == "reads_baseline")

@@ -84,7 +84,7 @@ def generate_by_hand(request: Request, assignment: Assignment) -> Generation:
         truncated.append(i % 3 == 0)
         ids = ids[: len(ids) - truncated[-1]]
         log_probs = -np.ones((len(ids), 1)) * (i + 1)
-        responses.set(number, np.array(ids)[:, None], log_probs)
+        responses.extend(number, np.array(ids)[:, None], log_probs)
     rank = dist.get_rank()
     seconds = torch.zeros(dist.get_world_size())
     seconds[rank] = 1.0 + rank

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollout.responses import Responses
-from rollout.vllm.generation import copy_outputs
+from rollout.vllm.generation import read_output
 
 PROMPTS = [[11, 12, 13], [21], [31, 32]]
 TOKENS = [[1, 2], [], [3, 4, 5]]  # of each response
@@ -44,15 +44,17 @@ def append_all(responses: Responses, with_candidates: bool) -> None:
         responses.append(np.array(rows), token_ids, log_probs)
 
 
-def set_all(responses: Responses, with_candidates: bool) -> None:
+def extend_all(responses: Responses, with_candidates: bool) -> None:
+    """Append the first token by itself, then the others together."""
     for row in (2, 0):
         reports = [columns(row, token, with_candidates) for token in range(len(TOKENS[row]))]
-        token_ids = np.concatenate([ids for ids, _ in reports])
-        log_probs = np.concatenate([values for _, values in reports])
-        responses.set(row, token_ids, log_probs)
+        responses.extend(row, *reports[0])
+        token_ids = np.concatenate([ids for ids, _ in reports[1:]])
+        log_probs = np.concatenate([values for _, values in reports[1:]])
+        responses.extend(row, token_ids, log_probs)
 
 
-@pytest.mark.parametrize("write", [append_all, set_all])
+@pytest.mark.parametrize("write", [append_all, extend_all])
 @pytest.mark.parametrize("num_candidates", [0, 2])
 def test_prompts_and_responses_are_packed(write, num_candidates):
     responses = Responses(3, 4, num_candidates)
@@ -87,16 +89,16 @@ def test_prompts_and_responses_are_packed(write, num_candidates):
 
 def test_a_token_with_unknown_candidates_is_reported():
     """Beyond 1 % of the probability: then top_p kept tokens that are not among the candidates."""
-    responses = Responses(1, 2, 2)
+    responses = Responses(2, 2, 2)
     token_ids = np.array([[4, 4, 5], [5, 4, 5]])
     nearly_all = np.log(np.array([[0.9, 0.9, 0.095], [0.5, 0.5, 0.5]]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        responses.set(0, token_ids, nearly_all)
+        responses.extend(0, token_ids, nearly_all)
     too_little = np.log(np.array([[0.5, 0.5, 0.5], [0.9, 0.9, 0.085]]))
     with pytest.warns(UserWarning, match="more than 2 candidates.*only the first 2"):
-        responses.set(0, token_ids, too_little)
-    assert responses.candidates[0].tolist() == token_ids.tolist()
+        responses.extend(1, token_ids, too_little)
+    assert responses.candidates[1].tolist() == token_ids.tolist()
 
 
 def test_outputs_of_vllm_are_copied():
@@ -114,7 +116,8 @@ def test_outputs_of_vllm_are_copied():
             expected.append(np.array([number]), ids, log_probs)
         outputs.append(CompletionOutput(0, "", TOKENS[row], None, reported))
     copied = Responses(2, 4, 2)
-    copy_outputs(outputs, copied)
+    for row, output in enumerate(outputs):
+        copied.extend(row, *read_output(output))
     for name in ("lengths", "tokens", "log_probs", "candidates"):
         assert getattr(copied, name).tolist() == getattr(expected, name).tolist(), name
 

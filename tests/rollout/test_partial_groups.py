@@ -1,0 +1,231 @@
+"""Which groups begin, continue and are trained with rollout.partial; and how they are saved.
+
+The schedules here draw one token per response and step, as vLLM does, but of made-up lengths.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from rollout.partial.drawing import deal
+from rollout.partial.groups import OpenGroup, OpenGroups, OpenResponse, from_bytes, to_bytes
+from rollout.partial.ledger import Ledger, divide_evenly
+
+
+@dataclass
+class Schedule:
+    """A run whose responses have lengths of their own.
+
+    Attributes:
+        lengths: length of response i of group g: lengths[(g * n + i) % len(lengths)].
+        batch_size: the groups that a step trains on.
+        oldest: for each trained group, the age of its oldest token.
+    """
+
+    lengths: list[int]
+    num_replicas: int
+    batch_size: int
+    num_steps: int
+    n: int
+    oversample: float
+    max_staleness: int
+    finishes_old: bool
+    trained: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    oldest: dict[int, int] = field(default_factory=dict)
+    most_open: int = 0
+
+    def run(self) -> None:
+        oversample = self.oversample if self.max_staleness else 1.0
+        ledger = Ledger(self.num_replicas, oversample, self.num_steps * self.batch_size)
+        replicas = [
+            OpenGroups(self.max_staleness, self.finishes_old) for _ in range(self.num_replicas)
+        ]
+        for version in range(self.num_steps):
+            quotas = ledger.begin(self.batch_size)
+            for number, replica in quotas.begun.items():
+                responses = [OpenResponse(seed=i) for i in range(self.n)]
+                replicas[replica].groups.append(OpenGroup(number, number, responses))
+            self.most_open = max(self.most_open, *ledger.count_open())
+            trained = []
+            for replica, num_complete in zip(replicas, quotas.num_complete):
+                self.generate(replica, num_complete, version)
+                trained += replica.take_trained(num_complete, version)
+            for group in trained:
+                self.oldest[group.number] = group.age(version)
+            assert len(trained) == self.batch_size
+            self.trained += sorted(group.number for group in trained)
+            ledger.end(group.number for group in trained)
+            stale = [g.number for replica in replicas for g in replica.take_stale(version)]
+            self.dropped += stale
+            ledger.drop(stale)
+            open_numbers = {g.number for replica in replicas for g in replica.groups}
+            assert open_numbers == ledger.replica_of.keys()
+        assert not open_numbers, "begun in vain"
+
+    def generate(self, replica: OpenGroups, num_complete: int, version: int) -> None:
+        pairs = replica.running()
+        is_enough = replica.make_is_enough(num_complete, version)
+        ended: set[int] = set()
+        while len(ended) < len(pairs) and not is_enough(ended):
+            for i, (group, response) in enumerate(pairs):
+                if i not in ended:
+                    token = np.ones(1, np.int32)
+                    response.append(token, token.astype(np.float32), None, version)
+                    place = group.number * self.n + group.responses.index(response)
+                    if len(response) == self.lengths[place % len(self.lengths)]:
+                        response.is_complete = True
+                        ended.add(i)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    num_replicas=st.integers(1, 4),
+    batch_size=st.integers(1, 6),
+    num_steps=st.integers(1, 6),
+    n=st.integers(1, 3),
+    oversample=st.floats(1.0, 2.0),
+    max_staleness=st.integers(0, 3),
+    finishes_old=st.booleans(),
+)
+def test_no_group_is_lost_or_trained_twice_or_too_old(**arguments):
+    """Every step trains on a whole batch, and the run ends with nothing begun in vain."""
+    schedule = Schedule(**arguments)
+    schedule.run()
+    trained = sorted(schedule.trained)
+    num_groups = schedule.num_steps * schedule.batch_size
+    assert len(trained) == num_groups
+    assert sorted([*trained, *schedule.dropped]) == list(
+        range(num_groups + len(schedule.dropped))
+    )
+    assert max(schedule.oldest.values()) <= schedule.max_staleness
+    if schedule.finishes_old or schedule.max_staleness == 0:
+        assert not schedule.dropped
+    share = math.ceil(schedule.batch_size / schedule.num_replicas)
+    assert schedule.most_open <= math.ceil(schedule.oversample * share)
+
+
+def make_schedule(**changes) -> Schedule:
+    """A run of three steps of two groups each; group 1 is much longer than the others."""
+    arguments = {
+        "lengths": [3, 50, 4, 5, 6, 7, 8, 9],
+        "num_replicas": 1,
+        "batch_size": 2,
+        "num_steps": 3,
+        "n": 1,
+        "oversample": 1.5,
+        "max_staleness": 1,
+        "finishes_old": True,
+    }
+    return Schedule(**arguments | changes)
+
+
+def test_the_longest_group_continues_and_is_finished_before_it_is_too_old():
+    schedule = make_schedule()
+    schedule.run()
+    assert schedule.trained == [0, 2, 1, 3, 4, 5]
+    assert schedule.oldest == {0: 0, 2: 0, 1: 1, 3: 0, 4: 1, 5: 0}
+
+
+def test_with_drop_a_group_that_is_too_old_is_replaced():
+    schedule = make_schedule(finishes_old=False)
+    schedule.run()
+    assert schedule.dropped == [1]
+    assert sorted(schedule.trained) == [0, 2, 3, 4, 5, 6]
+
+
+def test_without_staleness_nothing_continues():
+    schedule = make_schedule(max_staleness=0)
+    schedule.run()
+    assert schedule.trained == [0, 1, 2, 3, 4, 5]
+    assert set(schedule.oldest.values()) == {0}
+
+
+def test_a_limit_of_two_steps_leaves_the_longest_group_more_time():
+    schedule = make_schedule(max_staleness=2)
+    schedule.run()
+    assert schedule.oldest[1] == 2
+    assert schedule.trained[-2:] == [1, 5]
+
+
+@pytest.mark.parametrize("total, parts", [(0, 3), (7, 3), (8, 4), (2, 5)])
+def test_totals_are_divided_evenly(total, parts):
+    shares = divide_evenly(total, parts)
+    assert sum(shares) == total
+    assert shares == sorted(shares, reverse=True)
+    assert max(shares) - min(shares) <= 1
+
+
+def test_a_draw_with_filtered_groups_begins_what_it_needs():
+    """Without a limit; the second draw of a step needs one more group."""
+    ledger = Ledger(num_replicas=2, oversample=1.5, limit=None)
+    first = ledger.begin(4)
+    assert first.num_complete == [2, 2]
+    assert first.begun == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1}
+    ledger.end([0, 1, 2, 3])
+    second = ledger.begin(1)
+    assert second.num_complete == [1, 0]
+    assert second.begun == {6: 0}
+
+
+def make_groups(num_candidates: int) -> list[OpenGroup]:
+    """Two groups: with tokens of two versions, and with none."""
+    first = OpenResponse(seed=2**61 + 3)
+    for version, size in ((4, 2), (5, 3)):
+        tokens = np.arange(size, dtype=np.int32)
+        candidates = np.full((size, num_candidates), version, np.int32) if num_candidates else None
+        first.append(tokens, tokens.astype(np.float32) - 1.25, candidates, version)
+    first.is_complete = True
+    first.is_truncated = True
+    return [
+        OpenGroup(7, 70, [first, OpenResponse(seed=5)]),
+        OpenGroup(9, 3, [OpenResponse(seed=1), OpenResponse(seed=2)]),
+    ]
+
+
+@pytest.mark.parametrize("num_candidates", [0, 3])
+def test_groups_are_saved_and_loaded(num_candidates):
+    groups = make_groups(num_candidates)
+    saved = from_bytes(to_bytes(groups, next_group=12, num_dropped=1))
+    assert (saved.next_group, saved.num_dropped) == (12, 1)
+    assert to_bytes(saved.groups, 12, 1) == to_bytes(groups, 12, 1)
+    for loaded, original in zip(saved.groups, groups, strict=True):
+        assert (loaded.number, loaded.row) == (original.number, original.row)
+        for one, other in zip(loaded.responses, original.responses, strict=True):
+            assert one.seed == other.seed
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert one.log_probs.tolist() == other.log_probs.tolist()
+            assert one.versions.tolist() == other.versions.tolist()
+            assert one.candidates.tolist() == other.candidates.tolist()
+            assert one.is_complete == other.is_complete
+            assert one.is_truncated == other.is_truncated
+    # A response that was loaded can go on.
+    response = saved.groups[1].responses[0]
+    token = np.ones(1, np.int32)
+    candidates = np.ones((1, num_candidates), np.int32) if num_candidates else None
+    response.append(token, token.astype(np.float32), candidates, 6)
+    assert response.versions.tolist() == [6]
+
+
+def test_no_group_at_all_is_saved_and_loaded():
+    saved = from_bytes(to_bytes([], next_group=3, num_dropped=0))
+    assert saved.groups == []
+    assert saved.next_group == 3
+
+
+def test_groups_are_dealt_to_another_number_of_replicas():
+    groups = [OpenGroup(number, number, []) for number in (5, 2, 9, 7)]
+    dealt = deal([groups[:3], groups[3:]], 3)
+    assert [[group.number for group in own] for own in dealt] == [[2, 9], [5], [7]]
+
+
+def test_the_age_of_a_group_is_that_of_its_oldest_token():
+    with_tokens, without = make_groups(0)
+    assert with_tokens.oldest_version == 4
+    assert with_tokens.age(6) == 2
+    assert without.oldest_version is None
+    assert without.age(6) == 0
