@@ -94,23 +94,25 @@ def off_policy(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
     }
 
 
-def moments_by_age(ratio: Tensor, age: Tensor, mask: Tensor, max_age: int) -> dict[str, Tensor]:
-    """Split what effective_sample_size() needs by the age of tokens.
+def moments_by_age(
+    gaps: dict[str, Tensor], age: Tensor, mask: Tensor, max_age: int
+) -> dict[str, Tensor]:
+    """Split the results of off_policy() by the age of tokens.
 
     Args:
-        ratio: [T] fp32, the importance ratios.
         age: [T] fp32, how many steps have trained the weights since they drew the token.
 
     Returns:
         For each age a from 0 to max_age, three tensors [T] fp32 that are 0 on all other tokens:
-        age_{a}_share (1), age_{a}_ratio and age_{a}_ratio_squared.
+        age_{a}_share (1), age_{a}_ratio and age_{a}_ratio_squared. Also age_0_log_prob_gap.
     """
     moments = {}
     for a in range(max_age + 1):
         has_age = mask * (age == a)
         moments[f"age_{a}_share"] = has_age
-        moments[f"age_{a}_ratio"] = ratio * has_age
-        moments[f"age_{a}_ratio_squared"] = ratio.square() * has_age
+        moments[f"age_{a}_ratio"] = gaps["ratio"] * has_age
+        moments[f"age_{a}_ratio_squared"] = gaps["ratio_squared"] * has_age
+    moments["age_0_log_prob_gap"] = gaps["log_prob_gap"] * mask * (age == 0)
     return moments
 
 

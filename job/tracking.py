@@ -54,6 +54,10 @@ WANDB_ADVICE = (
 # compute dtype -> nats that rounding can add to the mean of rollout_corr/log_prob_gap.
 ROUNDING_GAPS = {"float32": 1e-3, "bfloat16": 0.1}
 
+# If a step's samples are worth less than this fraction of as many new ones, rollout.partial costs
+# more than it saves.
+MIN_SAMPLE_SIZE = 0.5
+
 
 def check_loggers(config: DictConfig) -> None:
     """Raise InputError for a logger that is not installed, or into which nobody is logged in.
@@ -119,6 +123,7 @@ class Tracker:
         self.constant_reward: float | None = None
         self.constant_steps = 0
         self.max_gap = max_log_prob_gap(config)
+        self.has_warned_of_old_tokens = False
         # With one response per prompt, no group is informative.
         has_single_responses = OmegaConf.select(config, "rollout.n") == 1
         self.hidden = "reward/informative_groups" if has_single_responses else None
@@ -167,6 +172,7 @@ class Tracker:
             self.print(f"step {step:>6}  " + "  ".join(summary))
         self._warn_of_constant_rewards(step, metrics)
         self._warn_of_gap(metrics)
+        self._warn_of_old_tokens(metrics)
         self.bar.set_postfix_str("  ".join(summary[:1]), refresh=False)
         self.bar.update(step - self.bar.n)
 
@@ -288,6 +294,18 @@ class Tracker:
                 "model differently; algorithm.rollout_is=token corrects for that"
             )
             self.max_gap = math.inf
+
+    def _warn_of_old_tokens(self, metrics: dict[str, float]) -> None:
+        """Warn once if the correction for tokens of older weights costs half of the samples."""
+        age_0_share = metrics.get("partial/age_0/tokens", 1.0)
+        sample_size = metrics.get("rollout_corr/effective_sample_size", 1.0)
+        if age_0_share < 1 and sample_size < MIN_SAMPLE_SIZE and not self.has_warned_of_old_tokens:
+            self.print(
+                f"warning: with tokens of older weights, a step's samples are worth only "
+                f"{sample_size:.0%} of as many new ones (rollout_corr/effective_sample_size): "
+                "lower optim.lr, rollout.partial.max_staleness or rollout.partial.oversample"
+            )
+            self.has_warned_of_old_tokens = True
 
     def close(self) -> None:
         """Draw the metrics (profiling.report), add the picture to the logs and close them."""

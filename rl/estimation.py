@@ -319,7 +319,7 @@ def measure_off_policy(config: DictConfig, samples: Samples, tokens: ResponseTok
     gaps = off_policy(fields["old_log_probs"], fields["rollout_log_probs"], tokens.mask)
     if "age" in fields:
         max_age = config.rollout.partial.max_staleness
-        gaps |= moments_by_age(gaps["ratio"], fields["age"], tokens.mask, max_age)
+        gaps |= moments_by_age(gaps, fields["age"], tokens.mask, max_age)
     sums = tokens.reduce(*((x, "sum") for x in gaps.values())).sum(0)
     means = sums / samples.response_lengths.sum().item()
     return off_policy_metrics(dict(zip(gaps, means.tolist())))

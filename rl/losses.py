@@ -58,7 +58,7 @@ class ActorLoss:
             gaps = off_policy(old_log_probs, fields["rollout_log_probs"], mask)
             if "age" in fields:
                 max_age = self.config.rollout.partial.max_staleness
-                gaps |= moments_by_age(gaps["ratio"], fields["age"], mask, max_age)
+                gaps |= moments_by_age(gaps, fields["age"], mask, max_age)
             amounts |= {
                 f"rollout_corr/{name}": (x * token_weight).sum() for name, x in gaps.items()
             }

@@ -68,11 +68,15 @@ def off_policy_metrics(means: dict[str, float]) -> dict[str, float]:
     """Return metrics rollout_corr/... from the means of off_policy()'s results over tokens.
 
     With the means of moments_by_age(), also partial/age_{a}/...: the share of the tokens that were
-    drawn by weights of this age, and their effective sample size.
+    drawn by weights of this age, and their effective sample size. log_prob_gap, which compares vLLM
+    with the trainer, is then that of the tokens that the current weights have drawn.
     """
     sample_size = effective_sample_size(means["ratio"], means["ratio_squared"])
+    log_prob_gap = means["log_prob_gap"]
+    if means.get("age_0_share"):
+        log_prob_gap = means["age_0_log_prob_gap"] / means["age_0_share"]
     metrics = {
-        f"{ROLLOUT_PREFIX}log_prob_gap": means["log_prob_gap"],
+        f"{ROLLOUT_PREFIX}log_prob_gap": log_prob_gap,
         f"{ROLLOUT_PREFIX}kl": means["kl"],
         f"{ROLLOUT_PREFIX}ratio": means["ratio"],
         f"{ROLLOUT_PREFIX}effective_sample_size": sample_size,

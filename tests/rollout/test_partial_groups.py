@@ -99,9 +99,7 @@ def test_no_group_is_lost_or_trained_twice_or_too_old(**arguments):
     trained = sorted(schedule.trained)
     num_groups = schedule.num_steps * schedule.batch_size
     assert len(trained) == num_groups
-    assert sorted([*trained, *schedule.dropped]) == list(
-        range(num_groups + len(schedule.dropped))
-    )
+    assert sorted([*trained, *schedule.dropped]) == list(range(num_groups + len(schedule.dropped)))
     assert max(schedule.oldest.values()) <= schedule.max_staleness
     if schedule.finishes_old or schedule.max_staleness == 0:
         assert not schedule.dropped
@@ -219,8 +217,10 @@ def test_no_group_at_all_is_saved_and_loaded():
 
 def test_groups_are_dealt_to_another_number_of_replicas():
     groups = [OpenGroup(number, number, []) for number in (5, 2, 9, 7)]
-    dealt = deal([groups[:3], groups[3:]], 3)
-    assert [[group.number for group in own] for own in dealt] == [[2, 9], [5], [7]]
+    first, second, third = deal([groups[:3], groups[3:]], 3)
+    assert [group.number for group in first] == [2, 9]
+    assert [group.number for group in second] == [5]
+    assert [group.number for group in third] == [7]
 
 
 def test_the_age_of_a_group_is_that_of_its_oldest_token():
