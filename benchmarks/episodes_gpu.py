@@ -10,8 +10,9 @@ every run. Prints a Markdown table: seconds, tokens per second, the share of tho
 turn, and the share of the time in which vLLM had nothing to do.
 
 --trl plays the same episodes with TRL's GRPOTrainer first, in a process of its own, whose end frees
-the GPU: see benchmarks/trl_episodes.py. Neither side sends weights, grades or trains while it is
-timed. TRL plays four episodes of each prompt. This adds the rows "TRL" and the last column.
+the GPU: see benchmarks/trl_episodes.py. Neither side sends weights or trains while it is timed;
+our time includes the rewards, TRL's does not. TRL plays four episodes of each prompt. This adds the
+rows "TRL" and the last column.
 """
 
 import argparse
