@@ -47,8 +47,7 @@ def test_traces_are_valid_games_of_which_a_third_is_won():
         assert is_won or len(guesses) == game.MAX_TURNS + 1
         num_won += is_won
         num_careless += any(
-            (later - guess) * (number - guess) < 0
-            for guess, later in zip(guesses, guesses[1:])
+            (later - guess) * (number - guess) < 0 for guess, later in zip(guesses, guesses[1:])
         )
     assert num_won / SIZES["traces"] == pytest.approx(0.33, abs=0.08)
     assert num_careless > SIZES["traces"] / 2
