@@ -45,8 +45,9 @@ NOT_RUN_HERE = {
     "python from_hub.py": "test_docs_snippets.py runs it",
     "python use.py": "needs the model of a run",
     "python -m rollout.episodes.try": "test_docs_episodes.py runs it",
-    "python -m venv agent_env": "test_docs_episodes.py runs it",
-    "agent_env/bin/pip": "test_docs_episodes.py runs it",
+    "python -m venv agent_env": "test_docs_clients.py makes such environments",
+    "agent_env/bin/pip": "test_docs_clients.py makes such environments",
+    "python -m server.app": "test_docs_clients.py starts it",
     "python -m data.preview": "needs a model of the hub; tests/data/test_preview.py calls it",
 }
 
