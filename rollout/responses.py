@@ -42,16 +42,26 @@ class Responses:
         self._write((rows, self.lengths[rows]), token_ids, log_probs)
         self.lengths[rows] += 1
 
-    def set(self, row: int, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
-        """Write a whole response: token_ids, log_probs [tokens, 1 + num_candidates]."""
-        self._write((row, slice(len(token_ids))), token_ids, log_probs)
-        self.lengths[row] = len(token_ids)
+    def extend(self, row: int, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
+        """Append tokens to one row: token_ids, log_probs [tokens, 1 + num_candidates]."""
+        start = self.lengths[row]
+        end = start + len(token_ids)
+        self._write((row, slice(start, end)), token_ids, log_probs)
+        self.lengths[row] = end
 
     def _write(self, position: tuple, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
         self.tokens[position] = token_ids[:, 0]
         self.log_probs[position] = log_probs[:, 0]
         if self.candidates is not None:
             self.candidates[position] = candidates_of(token_ids, log_probs)
+
+    def row(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return copies of the tokens, log-probabilities and candidates of one response."""
+        length = self.lengths[row]
+        candidates = None
+        if self.candidates is not None:
+            candidates = self.candidates[row, :length].copy()
+        return self.tokens[row, :length].copy(), self.log_probs[row, :length].copy(), candidates
 
     def batch(self, prompts: Sequence[list[int]]) -> Batch:
         """Return prompts and responses, packed, with the fields that Rollout.generate() lists."""
