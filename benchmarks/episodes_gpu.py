@@ -1,16 +1,23 @@
 """What turns and tools cost: tokens per second of episodes, beside the same tokens in one turn.
 
     python benchmarks/episodes_gpu.py 0.5B [--episodes 256] [--turns 3] [--tokens 256] \\
-        [--tool-seconds 0 2] [key=value ...]
+        [--tool-seconds 0 2] [--trl] [key=value ...]
 
 Takes a shape of benchmarks/shapes.py with random weights. All turns have --tokens tokens, since
 such a model hardly ever ends one. After each turn but the last, an episode waits for its tool: a
 log-normal time (median a quarter of a second, sigma 1) of at most --tool-seconds, the same in
 every run. Prints a Markdown table: seconds, tokens per second, the share of those of a single
 turn, and the share of the time in which vLLM had nothing to do.
+
+--trl plays the same episodes with TRL's GRPOTrainer first, in a process of its own, whose end frees
+the GPU: see benchmarks/trl_episodes.py. Neither side sends weights or trains while it is timed;
+our time includes the rewards, TRL's does not. TRL plays four episodes of each prompt. This adds the
+rows "TRL" and the last column.
 """
 
 import argparse
+import importlib.util
+import json
 import sys
 import tempfile
 import time
@@ -26,11 +33,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.harness import (
     MODELS,
+    ROOT,
     add_settings,
     make_parser,
     model_settings,
     print_header,
     print_row,
+    run_quietly,
 )
 from benchmarks.shapes import SHAPES, make_model
 from config import load
@@ -46,6 +55,8 @@ from rollout.grading.grader import check_failures
 from rollout.vllm.engine import Rollout
 
 TOOL_MEDIAN = 0.25  # seconds
+WARM_UP = 0.0  # longest time of a tool in episodes that are not counted
+GROUP = 4  # episodes of a prompt, for TRL
 AGENT = """
 import asyncio
 
@@ -59,15 +70,21 @@ async def play(row, llm):
 """
 
 
+def draw_tool_seconds(num_episodes: int, num_turns: int, longest_tool: float) -> list[list[float]]:
+    """Return the time that each episode waits for its tool after each turn."""
+    draws = np.random.default_rng(0).normal(size=(num_episodes, num_turns))
+    seconds = np.minimum(TOOL_MEDIAN * np.exp(draws), longest_tool)
+    seconds[:, -1] = 0  # nobody waits after the last turn
+    return seconds.tolist()
+
+
 class Rows(PromptDataset):
     """One row for each episode, in no file."""
 
     def __init__(self, num_episodes: int, num_turns: int, longest_tool: float):
-        draws = np.random.default_rng(0).normal(size=(num_episodes, num_turns))
-        seconds = np.minimum(TOOL_MEDIAN * np.exp(draws), longest_tool)
-        seconds[:, -1] = 0  # nobody waits after the last turn
         self.prompts = []
-        for i, tool_seconds in enumerate(seconds.tolist()):
+        all_seconds = draw_tool_seconds(num_episodes, num_turns, longest_tool)
+        for i, tool_seconds in enumerate(all_seconds):
             prompt_ids = list(range(10, 30 + i % 20))
             row = {
                 "prompt_ids": prompt_ids,
@@ -121,6 +138,25 @@ def episodes(
     )
 
 
+def play_with_trl(arguments: argparse.Namespace, model: str, folder: Path) -> list[Measured]:
+    """Play the episodes of each of --tool-seconds with TRL.
+
+    folder: for the files that the two processes exchange.
+    """
+    work = folder / "work.json"
+    out = folder / "trl.json"
+    cases = [
+        draw_tool_seconds(arguments.episodes, arguments.turns, longest_tool)
+        for longest_tool in (WARM_UP, *arguments.tool_seconds)
+    ]
+    work.write_text(json.dumps({"tokens": arguments.tokens, "group": GROUP, "cases": cases}))
+    command = [sys.executable, ROOT / "benchmarks/trl_episodes.py", "--model", model]
+    command += ["--work", work, "--out", out]
+    run_quietly(command, VLLM_CPU_KVCACHE_SPACE="1")  # GiB, if there is no GPU
+    _, *measured = json.loads(out.read_text())["cases"]
+    return [Measured(**case) for case in measured]
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("shape", choices=SHAPES)
@@ -132,7 +168,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tool-seconds", type=float, nargs="+", default=[0, 2], help="longest time of a tool"
     )
-    return parser.parse_intermixed_args()
+    parser.add_argument("--trl", action="store_true", help="play them with TRL too; needs trl")
+    arguments = parser.parse_intermixed_args()
+    if arguments.trl and importlib.util.find_spec("trl") is None:
+        parser.error("--trl needs trl: install it, or leave --trl out")
+    if arguments.trl and arguments.episodes % GROUP:
+        parser.error(
+            f"--episodes {arguments.episodes} is not a multiple of {GROUP}, as --trl needs it: "
+            "change --episodes"
+        )
+    return arguments
 
 
 def make_config(arguments: argparse.Namespace, agent: Path) -> DictConfig:
@@ -160,11 +205,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         agent = Path(folder) / "agent.py"
         agent.write_text(AGENT)
-        measure(arguments, make_config(arguments, agent))
+        config = make_config(arguments, agent)
+        peers = []
+        if arguments.trl:
+            peers = play_with_trl(arguments, config.model.path, Path(folder))
+        whole, cases = measure(arguments, config)
+    print_table(arguments, whole, cases, peers)
 
 
-def measure(arguments: argparse.Namespace, config: DictConfig) -> None:
-    """Print the table."""
+def measure(arguments: argparse.Namespace, config: DictConfig) -> tuple[Measured, list[Measured]]:
+    """Return the measurements of a single turn, and of episodes for each of --tool-seconds.
+
+    Both are played once before, to warm up.
+    """
     this_device: torch.device = device.init()
     runner = EpisodeRunner(config)
     rollout = Rollout(config, this_device)
@@ -180,23 +233,51 @@ def measure(arguments: argparse.Namespace, config: DictConfig) -> None:
     turn = OmegaConf.merge(sampling, {"max_tokens": arguments.tokens})
     single_turn(rollout, sampling, arguments)  # warms up
     whole = single_turn(rollout, sampling, arguments)
-    print_header("shape", "", "seconds", "tokens/s", "share of a single turn", "vLLM idle")
-    cases = {"a single turn": whole}
-    for longest_tool in arguments.tool_seconds:
-        name = f"{arguments.turns} turns, tools of at most {longest_tool:g} s"
-        cases[name] = episodes(sampler, turn, arguments, longest_tool)
-    for name, measured in cases.items():
+    episodes(sampler, turn, arguments, WARM_UP)
+    cases = [
+        episodes(sampler, turn, arguments, longest_tool) for longest_tool in arguments.tool_seconds
+    ]
+    sampler.close()
+    rollout.shutdown()
+    device.shutdown()
+    return whole, cases
+
+
+def print_table(
+    arguments: argparse.Namespace, whole: Measured, cases: list[Measured], peers: list[Measured]
+) -> None:
+    """Print a row for each measurement. peers: those of TRL, if it has played too."""
+
+    def print_measured(name: str, measured: Measured, times_trl: str = "") -> None:
+        share = measured.tokens_per_second / whole.tokens_per_second
         print_row(
             arguments.shape,
             name,
             f"{measured.seconds:.2f}",
             f"{measured.tokens_per_second:,.0f}",
-            f"{measured.tokens_per_second / whole.tokens_per_second:.2f}",
+            f"{share:.2f}",
             f"{measured.idle_share:.2f}",
+            times_trl,
         )
-    sampler.close()
-    rollout.shutdown()
-    device.shutdown()
+
+    print_header(
+        "shape",
+        "",
+        "seconds",
+        "tokens/s",
+        "share of a single turn",
+        "vLLM idle",
+        "times TRL's tokens/s",
+    )
+    print_measured("a single turn", whole)
+    for i, (longest_tool, own) in enumerate(zip(arguments.tool_seconds, cases)):
+        name = f"{arguments.turns} turns, tools of at most {longest_tool:g} s"
+        if not peers:
+            print_measured(name, own)
+            continue
+        ratio = own.tokens_per_second / peers[i].tokens_per_second
+        print_measured(name, own, f"{ratio:.2f}")
+        print_measured(f"TRL, {name}", peers[i])
 
 
 if __name__ == "__main__":

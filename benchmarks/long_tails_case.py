@@ -9,16 +9,17 @@ rollout.max_tokens at the latest. With SIGMA=0, all responses have MEAN tokens.
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
-from omegaconf import OmegaConf
 
 import config
 import train_ppo
 from rollout.vllm.engine import Rollout
+from rollout.vllm.sampling import RequestSampling
 
 plain_sampling_params = Rollout.sampling_params
 
@@ -38,11 +39,10 @@ class Lengths:
 
     def sampling_params(self, rollout: Rollout, sampling, seed: int):
         """Return the parameters of a request that generates what its response lacks."""
-        if self.longest is None:
-            self.longest = sampling.max_tokens  # the first request begins a response
+        self.longest = self.longest or sampling.max_tokens  # the first request begins a response
         num_drawn = self.longest - sampling.max_tokens
         num_tokens = min(self.of(seed), self.longest) - num_drawn
-        limited = OmegaConf.merge(sampling, {"max_tokens": num_tokens})
+        limited = replace(RequestSampling.of(sampling), max_tokens=num_tokens)
         return plain_sampling_params(rollout, limited, seed)
 
 

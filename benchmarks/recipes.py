@@ -38,6 +38,8 @@ from benchmarks.harness import (
 from benchmarks.recipe_curves import draw, read_curves
 
 RECIPES = ROOT / "examples" / "recipes"
+# The scores of validations have the name of the reward function, or of the episode's.
+SCORES = ("val/score", "val/score_and_format", "val/solve", "val/play")
 # Kept per step; the rest of metrics.jsonl stays in the run's own folder.
 KEPT = (
     "step",
@@ -46,6 +48,10 @@ KEPT = (
     "reward/format/mean",
     "response_length/mean",
     "response_length/clip_ratio",
+    "episodes/turns/mean",
+    "episodes/tool_calls/mean",
+    "episodes/limited",
+    "episodes/vllm_idle",
     "reward/informative_groups",
     "actor/entropy",
     "actor/grad_norm",
@@ -87,7 +93,11 @@ class Run:
     @property
     def sft_run(self) -> "Run | None":
         """The run whose export this recipe starts from, if it is not the pretrained model."""
-        return Run("gsm_sft", self.seed) if self.recipe == "gsm_grpo" else None
+        task, _, algorithm = self.recipe.partition("_")
+        sft_recipe = f"{task}_sft"
+        if algorithm != "grpo" or not (RECIPES / f"{sft_recipe}.yaml").exists():
+            return None
+        return Run(sft_recipe, self.seed)
 
     def command(self, settings: list[str]) -> list[str]:
         """Return the command of the recipe's header, with this seed and folder."""
@@ -189,7 +199,7 @@ def run_all(arguments: argparse.Namespace) -> list[Run]:
 def first_and_last(run: Run, name: str) -> str:
     """Return the first and the last value of a metric, as text.
 
-    A validation's score has the name of the reward function: `val/score` stands for any of them.
+    `val/score` stands for any name in SCORES.
     """
     values = [value for line in run.metrics for key, value in line.items() if matches(key, name)]
     return f"{values[0]:.3f} -> {values[-1]:.3f}" if values else "-"
@@ -197,8 +207,7 @@ def first_and_last(run: Run, name: str) -> str:
 
 def matches(key: str, name: str) -> bool:
     """Return whether a metric is the named one; see first_and_last()."""
-    is_score = key.startswith("val/score") and key.count("/") == 1
-    return key == name or (name == "val/score" and is_score)
+    return key == name or (name == "val/score" and key in SCORES)
 
 
 def print_table(runs: list[Run]) -> None:

@@ -1,4 +1,4 @@
-"""Helpers of trl_sft.py and trl_grpo.py: optimizer options, and the result as a JSON line.
+"""Helpers of the scripts that run TRL: optimizer options, and the result as a JSON line.
 
 They may run in an environment that has TRL and lacks this repository's requirements, so only
 harness.py may be imported from here.

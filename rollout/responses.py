@@ -55,6 +55,14 @@ class Responses:
         if self.candidates is not None:
             self.candidates[position] = candidates_of(token_ids, log_probs)
 
+    def row(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return copies of the tokens, log-probabilities and candidates of one response."""
+        length = self.lengths[row]
+        candidates = None
+        if self.candidates is not None:
+            candidates = self.candidates[row, :length].copy()
+        return self.tokens[row, :length].copy(), self.log_probs[row, :length].copy(), candidates
+
     def batch(self, prompts: Sequence[list[int]]) -> Batch:
         """Return prompts and responses, packed, with the fields that Rollout.generate() lists."""
         num_prompts = len(prompts)

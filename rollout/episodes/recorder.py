@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from data.batching.batch import Batch, make_cu_seqlens
-from rollout.responses import candidates_of
 
 
 @dataclass
@@ -104,21 +103,29 @@ class Episode:
         branch.is_open = True
         return Turn(branch)
 
-    def end(self, turn: Turn, token_ids: np.ndarray, log_probs: np.ndarray, is_cut: bool) -> None:
+    def end(
+        self,
+        turn: Turn,
+        tokens: np.ndarray,
+        log_probs: np.ndarray,
+        candidates: np.ndarray | None,
+        is_cut: bool,
+    ) -> None:
         """Append the sampled tokens of a turn.
 
         Args:
-            token_ids, log_probs: [tokens, 1 + num_candidates]; vLLM lists the token that was drawn
-                first, followed by the num_candidates most likely ones.
+            tokens, log_probs, candidates: [tokens], [tokens] and [tokens, 1 + num_candidates], as
+                in Responses.
             is_cut: whether the turn reached its maximum number of tokens.
         """
         branch = turn.branch
-        num_tokens = len(token_ids)
-        branch.token_ids += token_ids[:, 0].tolist()
+        num_tokens = len(tokens)
+        branch.token_ids += tokens.tolist()
         branch.is_sampled += [True] * num_tokens
-        branch.log_probs += log_probs[:, 0].tolist()
+        branch.log_probs += log_probs.tolist()
         branch.rewards += [0.0] * num_tokens
-        branch.candidates.append(candidates_of(token_ids, log_probs))
+        if candidates is not None:
+            branch.candidates.append(candidates)
         branch.is_open = False
         self.is_truncated = is_cut
         self._last = branch

@@ -16,12 +16,14 @@ from data.messages import check_message, without_none
 # Fields that say something about a request, but do not change its tokens.
 HARMLESS = {
     "audio",
+    "cache_salt",
     "metadata",
     "model",
     "priority",
     "prompt_cache_key",
     "request_id",
     "return_token_ids",
+    "routed_experts_prompt_start",
     "safety_identifier",
     "service_tier",
     "session_id",

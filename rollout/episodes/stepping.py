@@ -10,20 +10,23 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tqdm import tqdm
 
 from rollout.episodes.recorder import Episode, Turn
+from rollout.responses import Responses
 from rollout.vllm.engine import Rollout
 from rollout.vllm.generation import output_id, read_output, wait_for_last_step
-from rollout.vllm.sampling import request_seed
+from rollout.vllm.sampling import RequestSampling, count_candidates, request_seed
 
 # How long to wait for a request while vLLM has none, before asking again whether the draw is over.
 WAIT_SECONDS = 0.01
+# vLLM gets at most this many requests at once for each episode; further ones wait.
+REQUESTS_PER_EPISODE = 2
 
 
 @dataclass
@@ -80,11 +83,13 @@ class Running:
         number: the gateway's number of the request.
         playing: its episode.
         turn: its turn.
+        internal_id: vLLM's own id of the request.
     """
 
     number: int
     playing: Playing
     turn: Turn
+    internal_id: str
 
 
 @dataclass
@@ -116,23 +121,30 @@ class EpisodeLoop:
         answer: Callable[[dict], None],
     ):
         self.rollout = rollout
-        self.sampling = sampling
+        self.sampling = RequestSampling.of(sampling)
         self.playing = [Playing(seed=seed) for seed in seeds]
         self.inbox = inbox
         self.answer = answer
         self.of_key: dict[str, Playing] = {}
-        self.running: dict[str, Running] = {}  # by vLLM's request id
+        self.waiting: list[tuple[Playing, dict]] = []  # requests that vLLM does not have yet
+        self.running: dict[str, Running] = {}  # by the id of their outputs
+        # An episode has one request at a time, unless the agent asks for several at once.
+        num_rows = REQUESTS_PER_EPISODE * len(seeds)
+        num_candidates = count_candidates(sampling, rollout.vocab_size)
+        self.responses = Responses(num_rows, sampling.max_tokens, num_candidates)
         self.times = StepTimes()
         self.results: list | None = None
 
     def run(self) -> list:
         """Step vLLM until a message with the results arrives, and return the results."""
         start = time.perf_counter()
+        self.is_closed_batch = self.rollout.begin_batch(self.responses)
         with progress_bar() as progress:
             while self.results is None:
                 progress.update(self.step())
         self.abort(list(self.running))
         wait_for_last_step(self.rollout.llm.llm_engine)
+        self.rollout.end_batch(self.is_closed_batch)
         self.times.total = time.perf_counter() - start
         return self.results
 
@@ -150,20 +162,22 @@ class EpisodeLoop:
 
     def handle(self, messages: list[dict]) -> None:
         """Act on the messages that have arrived, and give their requests to vLLM together."""
-        requests = []
         for message in messages:
             if "attempt" in message:
                 self.begin_attempt(message["attempt"], message["index"])
             elif "results" in message:
                 self.end(message["results"], message["tool_errors"])
             elif "abort" in message:
-                self.abort([i for i, r in self.running.items() if r.number == message["abort"]])
+                self.abort_number(message["abort"])
             elif message["episode"] in self.of_key:
                 playing = self.of_key[message["episode"]]
                 if "id" in message:
-                    requests.append((playing, message))
+                    self.waiting.append((playing, message))
                 else:
                     self.record(playing, message)
+        num_free = len(self.responses.lengths) - len(self.running)
+        requests = self.waiting[:num_free]
+        self.waiting = self.waiting[num_free:]
         if requests:
             self.begin_turns(requests)
 
@@ -178,6 +192,7 @@ class EpisodeLoop:
         playing = self.playing[index]
         self.of_key.pop(playing.key, None)
         self.abort([i for i, running in self.running.items() if running.playing is playing])
+        self.waiting = [request for request in self.waiting if request[0] is not playing]
         playing.restart(key)
         self.of_key[key] = playing
 
@@ -201,17 +216,17 @@ class EpisodeLoop:
             prompt_ids = message["prompt_ids"]
             repetition = playing.episode.count(prompt_ids)
             seed = turn_seed(playing.seed, prompt_ids, repetition)
-            turn_sampling = {"max_tokens": message["max_tokens"], "stop": message["stop"]}
-            sampling = OmegaConf.merge(self.sampling, turn_sampling)
+            sampling = replace(
+                self.sampling, max_tokens=message["max_tokens"], stop=message["stop"]
+            )
             prompts.append({"prompt_token_ids": prompt_ids})
             params.append(self.rollout.sampling_params(sampling, seed))
-            turn = playing.episode.begin(prompt_ids)
-            began.append(Running(message["id"], playing, turn))
+            began.append((message["id"], playing, playing.episode.begin(prompt_ids)))
         internal_ids = self.rollout.llm.enqueue(
             prompts, params, lora_request=self.rollout.lora_request, use_tqdm=False
         )
-        for internal_id, running in zip(internal_ids, began, strict=True):
-            self.running[output_id(internal_id)] = running
+        for internal_id, request in zip(internal_ids, began, strict=True):
+            self.running[output_id(internal_id)] = Running(*request, internal_id)
 
     def finish(self, outputs: list) -> int:
         """Record the turns that have ended, and answer their requests. Returns their number."""
@@ -221,18 +236,33 @@ class EpisodeLoop:
                 continue
             running = self.running.pop(output.request_id)
             num_ended += 1
-            token_ids, log_probs = read_output(output.outputs[0])
+            tokens, log_probs, candidates = self.take(running, output.outputs[0])
             reason = output.outputs[0].finish_reason
-            running.playing.episode.end(running.turn, token_ids, log_probs, reason == "length")
+            is_cut = reason == "length"
+            running.playing.episode.end(running.turn, tokens, log_probs, candidates, is_cut)
             self.answer(
                 {
                     "id": running.number,
-                    "token_ids": token_ids[:, 0].tolist(),
-                    "log_probs": log_probs[:, 0].tolist(),
+                    "token_ids": tokens.tolist(),
+                    "log_probs": log_probs.tolist(),
                     "finish_reason": reason,
                 }
             )
         return num_ended
+
+    def take(self, running: Running, output) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return the tokens of a turn that has ended: see Responses.row()."""
+        if self.is_closed_batch:
+            return self.rollout.scheduler.take(running.internal_id)
+        # vLLM's own scheduler leaves the rows empty, so any of them will do.
+        self.responses.lengths[0] = 0
+        self.responses.extend(0, *read_output(output))
+        return self.responses.row(0)
+
+    def abort_number(self, number: int) -> None:
+        """Take the request with this number of the gateway's away from vLLM."""
+        self.waiting = [request for request in self.waiting if request[1]["id"] != number]
+        self.abort([i for i, running in self.running.items() if running.number == number])
 
     def abort(self, request_ids: list[str]) -> None:
         """Take requests away from vLLM, and forget their turns."""
@@ -242,6 +272,8 @@ class EpisodeLoop:
         for request_id in request_ids:
             running = self.running.pop(request_id)
             running.playing.episode.drop(running.turn)
+            if self.is_closed_batch:
+                self.rollout.scheduler.take(running.internal_id)
 
 
 def progress_bar() -> tqdm:

@@ -8,16 +8,17 @@ numbers where it left off, so with unchanged weights its text does not depend on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from config import InputError
 from rollout.responses import Responses
 from rollout.vllm.engine import Rollout
 from rollout.vllm.generation import output_id, step_requests, wait_for_last_step
 from rollout.vllm.image_prompts import ImagePrompt
-from rollout.vllm.sampling import count_candidates, preserved_random_state
+from rollout.vllm.sampling import RequestSampling, count_candidates, preserved_random_state
 
 # vLLM's V1 model runner for CPUs draws one such integer for every token.
 SEED_RANGE = 2**31
@@ -63,10 +64,11 @@ class ContinuingRollout:
             or "length".
         """
         rollout = self.rollout
+        whole = RequestSampling.of(sampling)
         params = []
         for seed, num_tokens in zip(seeds, num_drawn):
-            remaining = {"max_tokens": sampling.max_tokens - num_tokens}
-            params.append(rollout.sampling_params(OmegaConf.merge(sampling, remaining), seed))
+            remaining = replace(whole, max_tokens=whole.max_tokens - num_tokens)
+            params.append(rollout.sampling_params(remaining, seed))
         num_candidates = count_candidates(sampling, rollout.vocab_size)
         responses = Responses(len(prompts), sampling.max_tokens, num_candidates)
         with preserved_random_state():

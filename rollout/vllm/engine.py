@@ -33,6 +33,7 @@ from rollout.vllm.image_prompts import (
     find_placeholder_ids,
 )
 from rollout.vllm.sampling import (
+    RequestSampling,
     count_candidates,
     find_stop_token_ids,
     next_token_params,
@@ -227,7 +228,7 @@ class Rollout:
             truncated = self.fill(responses, prompts, params, image_prompts)
         return responses.batch(prompts), truncated
 
-    def sampling_params(self, sampling: DictConfig, seed: int):
+    def sampling_params(self, sampling: DictConfig | RequestSampling, seed: int):
         """Return vLLM's SamplingParams for one request of generate()."""
         return sampling_params(sampling, seed, self.stop_token_ids, self.vocab_size)
 
@@ -259,12 +260,15 @@ class Rollout:
         is_truncated = [reasons[i] == "length" for i in range(len(prompts))]
         return torch.tensor(is_truncated, dtype=torch.bool)
 
-    def begin_batch(self, responses: Responses, params: list) -> bool:
+    def begin_batch(self, responses: Responses, params: Sequence = ()) -> bool:
         """Return whether the scheduler for closed batches takes the next requests.
 
         It then appends their tokens to `responses` until end_batch().
+
+        Args:
+            params: vLLM's SamplingParams of the requests that are known already.
         """
-        # vLLM searches for stop strings after every token, in the text.
+        # vLLM searches for stop strings after every token, so there is nothing to be gained.
         has_stop_strings = any(request_params.stop for request_params in params)
         if self.scheduler is None or has_stop_strings:
             return False

@@ -3,6 +3,7 @@
 import hashlib
 import random
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,31 @@ def count_candidates(sampling: DictConfig, vocab_size: int) -> int:
     return min(sampling.top_k + NUM_TIES, vocab_size)
 
 
-def sampling_params(sampling: DictConfig, seed: int, stop_token_ids: list[int], vocab_size: int):
+@dataclass(frozen=True)
+class RequestSampling:
+    """How a request samples: the keys of `rollout` and `validation` with the same names.
+
+    Reading a DictConfig takes long. Where requests differ, this class saves a millisecond for each.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    max_tokens: int
+    stop: list[str]
+
+    @staticmethod
+    def of(sampling: DictConfig) -> "RequestSampling":
+        """Return the values in a section of the configuration."""
+        names = [field.name for field in fields(RequestSampling)]
+        values = {name: sampling[name] for name in names}
+        return RequestSampling(**values | {"stop": list(sampling.stop)})
+
+
+def sampling_params(
+    sampling: DictConfig | RequestSampling, seed: int, stop_token_ids: list[int], vocab_size: int
+):
     """Return vLLM's SamplingParams for one request.
 
     Args:

@@ -1,10 +1,11 @@
-"""A faster vLLM scheduler for closed batches, whose prompts are all known from the start.
+"""A faster vLLM scheduler, for batches between begin() and end().
 
 In most steps, every running request gets one more token, and nothing else changes. This scheduler
 handles such steps with arrays over all requests: it allocates a new block for each request whose
 last block is full, checks whether the new tokens end a response, and stores the tokens.
 
-Everything else is an event: a request ends, a request is admitted, or memory runs short. Events are
+Everything else is an event: a request ends, a request is admitted, or memory runs short. A request
+with stop strings has an event in every step, because vLLM looks for them in the text. Events are
 left to vLLM's own code. Before an event, its requests are brought to the state that they would have
 in vLLM's own code. So the results are bit-identical to vLLM's.
 
@@ -31,10 +32,12 @@ RELEASE = SUPPORTED[installed_version()]
 
 
 class RequestArrays:
-    """The state of all requests of a batch: one row per request, in the order of their arrival.
+    """The state of all requests of a batch: one row per request.
 
     Attributes:
         row_of: {request id: row}.
+        free_rows: the rows without a request, the next one last. The first requests get the rows 0,
+            1, 2, ... in the order of their arrival.
         num_prompt: int64 [n], the number of prompt tokens.
         num_computed: int64 [n], the number of tokens in the KV cache after the steps in flight.
         last_computed: int64 [n], the value of `num_computed` when the step in flight draws the last
@@ -42,6 +45,7 @@ class RequestArrays:
         num_prefilled: int64 [n], one less than the number of prompt tokens that were computed in
             the step that admitted the request.
         num_known: int64 [n], the number of response tokens that were known before that step.
+        has_stop_strings: bool [n], whether every step is an event of the request.
         is_tracked: bool [n], whether the request is running and its state is kept in this row
             rather than in vLLM's Request. False for requests that are waiting, preempted or ended.
         is_alive: bool [n + 1], whether the request has not ended. Row -1 is for requests of earlier
@@ -51,18 +55,41 @@ class RequestArrays:
 
     def __init__(self, num_requests: int):
         self.row_of: dict[str, int] = {}
+        self.free_rows = list(range(num_requests))[::-1]
         self.num_prompt = np.zeros(num_requests, np.int64)
         self.num_computed = np.zeros(num_requests, np.int64)
         self.last_computed = np.zeros(num_requests, np.int64)
         self.num_prefilled = np.zeros(num_requests, np.int64)
         self.num_known = np.zeros(num_requests, np.int64)
+        self.has_stop_strings = np.zeros(num_requests, bool)
         self.is_tracked = np.zeros(num_requests, bool)
-        self.is_alive = np.arange(num_requests + 1) < num_requests
+        self.is_alive = np.zeros(num_requests + 1, bool)
         self.running = np.zeros(0, np.int64)
+
+    def add(self, request_id: str) -> int:
+        """Return the row of a new request."""
+        row = self.free_rows.pop()
+        self.row_of[request_id] = row
+        self.is_alive[row] = True
+        return row
+
+    def end(self, rows: list[int]) -> None:
+        """Note that the requests in these rows have ended. They keep their rows."""
+        self.is_alive[rows] = False
+        self.is_tracked[rows] = False
+        self.running = self.running[self.is_alive[self.running]]
+
+    def remove(self, request_id: str) -> int:
+        """Free the row of a request that has ended, and return it."""
+        row = self.row_of.pop(request_id)
+        self.free_rows.append(row)
+        return row
 
 
 class ClosedBatchScheduler(AsyncScheduler):
     """vLLM's own scheduler, except between begin() and end().
+
+    Requests may also arrive while others run. take() then frees the row of one that has ended.
 
     Attributes:
         responses: The responses that the batch's tokens are appended to; None outside of a batch.
@@ -75,7 +102,7 @@ class ClosedBatchScheduler(AsyncScheduler):
     responses: Responses | None = None
 
     def begin(self, responses: Responses) -> bool:
-        """Declare the next requests to be a closed batch, one for each row of `responses`.
+        """Declare the next requests to be a batch: at most one at a time for each row of `responses`.
 
         Returns:
             False if vLLM's own code has to run the batch, because the model or a configured feature
@@ -119,13 +146,34 @@ class ClosedBatchScheduler(AsyncScheduler):
         if self.responses is None:
             return
         batch = self.batch
-        row = batch.row_of.setdefault(request.request_id, len(batch.row_of))
+        row = batch.add(request.request_id)
         batch.num_prompt[row] = request.num_prompt_tokens
         max_length = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         batch.last_computed[row] = max_length - 1
         params = request.sampling_params
+        batch.has_stop_strings[row] = bool(params.stop)
         end_tokens = [params.eos_token_id, *(params.stop_token_ids or ())]
         self.ends_response[[token for token in end_tokens if token is not None]] = True
+
+    def take(self, request_id: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return the tokens of a request that has ended, and free its row.
+
+        Returns:
+            tokens [k], log_probs [k] and candidates [k, 1 + num_candidates], as in Responses.
+        """
+        row = self.batch.remove(request_id)
+        taken = self.responses.row(row)
+        self.responses.lengths[row] = 0
+        return taken
+
+    def finish_requests(self, request_ids, *args):
+        """Abort requests. Those that have ended already are ignored."""
+        finished = super().finish_requests(request_ids, *args)
+        if self.responses is not None:
+            batch = self.batch
+            ended = [row for name, row in batch.row_of.items() if name not in self.requests]
+            batch.end(ended)
+        return finished
 
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed: int, num_new: int, budget: int, *args, **options
@@ -266,7 +314,8 @@ class ClosedBatchScheduler(AsyncScheduler):
             is_first_token = num_tokens == batch.num_known[rows] + 1
             self._free_images(model_output, positions[is_first_token])
         is_event = (
-            self.ends_response[token_ids[:, 0]]
+            batch.has_stop_strings[rows]
+            | self.ends_response[token_ids[:, 0]]
             | (batch.num_prompt[rows] + num_tokens > batch.last_computed[rows])
             | ~batch.is_tracked[rows]
         )
@@ -279,8 +328,8 @@ class ClosedBatchScheduler(AsyncScheduler):
                 # vLLM's own code appends the newest token itself.
                 self._update_request(self.requests[name], row, length - 1)
         outputs = self._leave_events_to_vllm(scheduler_output, model_output, event_ids)
-        batch.is_alive[event_rows] = [name in self.requests for name in event_ids]
-        batch.running = batch.running[batch.is_alive[batch.running]]
+        ended = [batch.row_of[name] for name in event_ids if name not in self.requests]
+        batch.end(ended)
         return outputs
 
     def _free_images(self, model_output: ModelRunnerOutput, positions: np.ndarray) -> None:

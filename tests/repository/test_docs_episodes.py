@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from config import load
 from rollout.episodes.runner import EpisodeRunner
 from tests.data.chat_templates import QWEN2
-from tests.repository.pages import COMMANDS, PAGES, block_containing
+from tests.repository.pages import COMMANDS, block_containing
 from tests.rollout.test_episode_workers import Server
 from tests.support.launch import ROOT, run
 
@@ -102,27 +101,3 @@ def test_an_episode_is_played_by_hand(episodes_folder):
     unlike = re.compile(r"\d+(\.\d+)?")
     for line in (quoted.splitlines()[0], *quoted.splitlines()[-2:]):
         assert unlike.sub("#", line) in [unlike.sub("#", other) for other in output.splitlines()]
-
-
-@pytest.mark.slow
-def test_the_openai_sdk_plays_in_an_environment_of_its_own(episodes_folder):
-    """It has the openai package of PyPI, and nothing of this one."""
-    page_commands = [command for page, command in COMMANDS if page == PAGE]
-    assert "python -m venv agent_env" in page_commands
-    assert "agent_env/bin/pip install openai" in page_commands
-    subprocess.run([sys.executable, "-m", "venv", "agent_env"], cwd=episodes_folder, check=True)
-    pip = [episodes_folder / "agent_env/bin/pip", "install", "-q", "--retries", "0", "openai"]
-    installed = subprocess.run(pip, capture_output=True, text=True)
-    if installed.returncode and "No matching distribution" in installed.stderr:
-        pytest.skip("PyPI cannot be reached")
-    assert installed.returncode == 0, installed.stderr
-    launch = next(command for command in page_commands if "rollout.episode_python" in command)
-    settings = [word for word in shlex.split(launch) if word.startswith("rollout.episode_python")]
-    episode = re.search(r"rollout.episode=(\S+)", launch)[1]
-    assert episode in PAGES[PAGE]
-    command = [sys.executable, "-m", "rollout.episodes.try", episode, *settings, *SMALL]
-    files = ["--model", "model", "--data", "problems.jsonl"]
-    done = run([*command, *files], cwd=episodes_folder, PYTHONPATH=str(ROOT))
-    assert "branch 1 of 1: " in done.stdout
-    assert "user\n  | What is 2+3<" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("score 0: ")

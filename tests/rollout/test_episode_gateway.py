@@ -326,6 +326,18 @@ def test_stop_tokens_may_be_those_that_end_turns_anyway(gateway, tokenizer):
         assert f"turns end with the tokens [{end}, " in response.json()["error"]["message"]
 
 
+def test_fields_that_do_not_change_tokens_are_accepted(gateway):
+    """The client of verifiers sends them: one for caches, one for the experts of MoE models."""
+    body = {
+        "token_ids": [3, 4],
+        "sampling_params": {"routed_experts_prompt_start": 1},
+        "cache_salt": "salt",
+    }
+    future = gateway.threads.submit(gateway.post, GENERATE, "key", body)
+    gateway.answer(gateway.receive(), [8])
+    assert future.result().status_code == 200
+
+
 def test_rewards(gateway, tokenizer):
     response = gateway.post("/v1/rewards", "key", {"reward": 1})
     assert "no turn has ended yet" in response.json()["error"]["message"]

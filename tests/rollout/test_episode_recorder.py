@@ -11,8 +11,8 @@ from rollout.episodes.recorder import Episode, pack
 def sample(episode: Episode, prompt_ids: list[int], token_ids: list[int], is_cut=False) -> None:
     """Play a turn in which the model samples these tokens; token t has log-probability -t/8."""
     turn = episode.begin(prompt_ids)
-    ids = np.array(token_ids)[:, None]
-    episode.end(turn, ids, -ids / 8, is_cut)
+    ids = np.array(token_ids)
+    episode.end(turn, ids, -ids / 8, None, is_cut)
 
 
 def branches(episode: Episode) -> list[tuple[list[int], list[int]]]:
@@ -70,8 +70,8 @@ def test_turns_at_the_same_time_have_branches_of_their_own():
     episode = Episode()
     first = episode.begin([1, 2])
     second = episode.begin([1, 2])
-    episode.end(second, np.array([[5]]), np.array([[-1.0]]), is_cut=False)
-    episode.end(first, np.array([[4]]), np.array([[-1.0]]), is_cut=False)
+    episode.end(second, np.array([5]), np.array([-1.0]), None, is_cut=False)
+    episode.end(first, np.array([4]), np.array([-1.0]), None, is_cut=False)
     assert branches(episode) == [([1, 2, 4], [0, 0, 1]), ([1, 2, 5], [0, 0, 1])]
 
 
@@ -132,9 +132,9 @@ def test_branches_are_packed_end_to_end():
 def test_candidates_stand_at_sampled_tokens():
     episode = Episode()
     turn = episode.begin([1, 2])
-    ids = np.array([[3, 3, 4], [5, 6, 5]])
-    log_probs = np.log([[0.75, 0.75, 0.25], [0.4, 0.6, 0.4]])
-    episode.end(turn, ids, log_probs, is_cut=False)
+    candidates = np.array([[3, 3, 4], [5, 6, 5]])
+    log_probs = np.log([0.75, 0.4])
+    episode.end(turn, candidates[:, 0], log_probs, candidates, is_cut=False)
     sample_with_candidates = pack(episode.branches, num_candidates=2).fields["candidate_ids"]
     none = [-1, -1, -1]
     assert sample_with_candidates.tolist() == [none, none, [3, 3, 4], [5, 6, 5]]

@@ -1,0 +1,84 @@
+"""examples/tools.py: problems and traces for a pretrained model that calls a calculator."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import calculator, tools
+from examples.arithmetic import make_model
+from tests.support.launch import run
+
+SIZES = {"val": 20, "train": 30, "traces": 300, "val_traces": 10}
+
+
+def question_of(row: dict) -> str:
+    return row.get("prompt") or row["messages"][0]["content"]
+
+
+def test_answers_are_right_and_no_problem_occurs_twice():
+    rows = tools.make_rows(SIZES)
+    assert {name: len(rows[name]) for name in rows} == SIZES
+    questions = [question_of(row) for name in rows for row in rows[name]]
+    assert len(set(questions)) == len(questions)
+    for row in rows["train"] + rows["val"]:
+        assert row["answer"] == str(eval(row["prompt"].removeprefix("What is ")))
+
+
+def test_half_of_the_traces_call_the_calculator_step_by_step():
+    num_calling = 0
+    for row in tools.make_rows(SIZES)["traces"]:
+        question, *replies, last = row["messages"]
+        problem = question["content"].removeprefix("What is ")
+        assert last == {"role": "assistant", "content": str(eval(problem))}
+        num_operations = len(re.findall(r"[-+*]", problem))
+        assert len(replies) in (0, 2 * num_operations)
+        num_calling += len(replies) > 0
+        for request, result in zip(replies[::2], replies[1::2]):
+            (call,) = request["tool_calls"]
+            expression = call["function"]["arguments"]["expression"]
+            assert result["content"] == str(eval(expression))
+    assert num_calling / SIZES["traces"] == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.slow
+def test_both_recipes_run_with_a_small_model(tmp_path: Path, monkeypatch):
+    """The model always calls the calculator, since it has seen nothing else, but copies badly."""
+    monkeypatch.setattr(tools, "SHARE_CALLS", 1.0)
+    monkeypatch.setattr(tools, "NUM_ROWS", {"val": 4, "train": 8, "traces": 320, "val_traces": 4})
+    tools.build(tmp_path)
+    tokenizer = calculator.make_tool_tokenizer()
+    make_model(tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    settings = [
+        f"data.cache_dir={tmp_path}/cache",
+        f"data.chat_template={tmp_path}/chat_template.jinja",
+        "engine.compute_dtype=float32",
+    ]
+    run(
+        [
+            *(sys.executable, "train_sft.py", "examples/recipes/tools_sft.yaml", *settings),
+            f"output_dir={tmp_path}/sft",
+            f"model.path={tmp_path}/model",
+            f"data.train_files={tmp_path}/traces.jsonl",
+            f"data.val_files={tmp_path}/val_traces.jsonl",
+            *("optim.lr=2e-3", "trainer.total_steps=40"),
+        ]
+    )
+    run(
+        [
+            *(sys.executable, "train_ppo.py", "examples/recipes/tools_grpo.yaml", *settings),
+            f"output_dir={tmp_path}/grpo",
+            f"model.path={tmp_path}/sft/hf",
+            f"data.train_files={tmp_path}/train.jsonl",
+            f"data.val_files={tmp_path}/val.jsonl",
+            *("data.train_batch_size=2", "rollout.n=2", "trainer.total_steps=1"),
+            "rollout.kv_cache_gib=0.25",
+        ]
+    )
+    episodes = calculator.read_validations(tmp_path / "grpo")[1]
+    assert len(episodes) == 4
+    called = [json.dumps(episode["messages"]) for episode in episodes]
+    assert all('"name": "calculate"' in text for text in called)
