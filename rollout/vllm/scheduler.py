@@ -102,7 +102,7 @@ class ClosedBatchScheduler(AsyncScheduler):
     responses: Responses | None = None
 
     def begin(self, responses: Responses) -> bool:
-        """Declare the next requests to be a batch: at most one at a time for each row of `responses`.
+        """Declare the next requests to be a batch, at most one for each row of `responses`.
 
         Returns:
             False if vLLM's own code has to run the batch, because the model or a configured feature
