@@ -75,7 +75,7 @@ def test_the_largest_gap_grows_with_the_log_probabilities(make_probe, error, is_
     spread = torch.linspace(-20, -1, NUM_COMPARED).double()
     probe.base_log_probs = probe.trainer_log_probs = spread
     signs = torch.arange(NUM_COMPARED) % 2 * 2 - 1
-    log_probs = spread + signs * error * 0.25 * spread.std()
+    log_probs = spread + signs * error * 0.7 * spread.std()
     if is_accepted:
         probe.compare(log_probs)
         return
