@@ -6,6 +6,7 @@
     rendering     turns messages into prompt ids that continue recorded ids
     stability     shows at start whether a chat template lets conversations continue
     parsing       finds tool calls and reasoning in replies, with vLLM's parsers
+    harmony       reads the replies of gpt-oss, for which these parsers need a download
     runner        starts the processes that play episodes, and collects their rewards
     worker        the program that plays episodes with the user's function
     environments  plays with a class of the user instead, whose methods are tools

@@ -1,5 +1,7 @@
 """Find tool calls and reasoning in sampled texts, with the parsers of vLLM.
 
+Replies of gpt-oss are read by harmony.py instead.
+
 vLLM is imported when the first reply has to be parsed, since that takes long. A parser that the
 user names is imported at start, so that a wrong name is reported.
 """
@@ -15,10 +17,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from config import InputError
+from rollout.episodes.harmony import read_harmony
 
 NONE = "none"
 HARMONY = "openai"
-HARMONY_REASONING = "openai_gptoss"
+MISTRAL_CALLS = "[TOOL_CALLS]"
 # Mistral's templates accept identifiers of calls that have nine letters and digits.
 ID_LENGTH = 9
 
@@ -37,11 +40,10 @@ class ToolFormat(NamedTuple):
     call: str
 
 
-NEVER = r"(?!)"  # finds nothing: the parser of these replies loses no calls
 DEEPSEEK_CALL = "<｜tool▁calls?▁begin｜>"
 # In the order in which they are tried: the first one whose marks are in the template is chosen.
 TOOL_FORMATS = (
-    ToolFormat(HARMONY, ("<|channel|>", "<|message|>"), NEVER),
+    ToolFormat(HARMONY, ("<|channel|>", "<|message|>"), r"<\|message\|>"),
     ToolFormat("kimi_k2", ("<|tool_calls_section_begin|>",), r"<\|tool_call_begin\|>"),
     ToolFormat("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_CALL),
     ToolFormat("deepseek_v31", ("<｜tool▁calls▁begin｜>",), DEEPSEEK_CALL),
@@ -56,7 +58,7 @@ TOOL_FORMATS = (
     ToolFormat("olmo3", ("<function_calls>",), "<function_calls>"),
     ToolFormat("hermes", ("<tool_call>",), "<tool_call>"),
     ToolFormat("jamba", ("<tool_calls>",), "<tool_calls>"),
-    ToolFormat("mistral", ("[TOOL_CALLS]",), r"\[TOOL_CALLS\]"),
+    ToolFormat("mistral", (MISTRAL_CALLS,), re.escape(MISTRAL_CALLS)),
     ToolFormat("granite", ("<|tool_call|>",), r"<\|tool_call\|>"),
     ToolFormat("llama4_pythonic", ("<|python_start|>",), r"^\s*(<\|python_start\|>|\[\w+\()"),
     ToolFormat("pythonic", ("[func_name1(",), r"^\s*\[\w+\("),
@@ -104,11 +106,15 @@ class ReplyParser:
     ):
         self.tokenizer = tokenizer
         self.tool_parser = tool_parser
-        # Replies of gpt-oss consist of channels, of which one is the reasoning.
-        is_harmony = tool_parser == HARMONY
-        self.reasoning_parser = HARMONY_REASONING if is_harmony else reasoning_parser
+        self.reasoning_parser = reasoning_parser
+        self.is_harmony = tool_parser == HARMONY
         self.call_pattern = call_pattern(tool_parser)
-        if is_checked:
+        if self.is_harmony and reasoning_parser is not None:
+            raise InputError(
+                f"rollout.reasoning_parser={reasoning_parser}: rollout.tool_parser={HARMONY} reads "
+                "the reasoning as well. Leave rollout.reasoning_parser out"
+            )
+        if is_checked and not self.is_harmony:
             self.parser_class(tokenizer)
 
     @cached_property
@@ -123,7 +129,7 @@ class ReplyParser:
                 tool_parser_name=self.tool_parser,
                 reasoning_parser_name=self.reasoning_parser,
                 enable_auto_tools=self.tool_parser is not None,
-                is_harmony=self.tool_parser == HARMONY,
+                is_harmony=False,
             )
         except (TypeError, KeyError) as error:
             cause = error.__cause__ or error
@@ -135,7 +141,7 @@ class ReplyParser:
     def is_needed(self, tools: list | None) -> bool:
         """Return whether replies are parsed. `tools`: those that may be called, or None."""
         has_calls = bool(tools) and self.tool_parser is not None
-        return has_calls or self.reasoning_parser is not None
+        return has_calls or self.is_harmony or self.reasoning_parser is not None
 
     def chat_request(self, tools: list | None):
         """Return vLLM's form of a request with these tools, which its parsers read.
@@ -171,19 +177,8 @@ class ReplyParser:
         """
         if not self.is_needed(tools):
             return Reply({"role": "assistant", "content": text})
-        request = self.chat_request(tools)
-
-        def make_parser():
-            # Parsers have a state, so each parses one text.
-            return self.parser_class(self.tokenizer, request.tools, chat_template_kwargs=kwargs)
-
         try:
-            reasoning, content, calls = make_parser().parse(
-                text, request, enable_auto_tools=bool(tools), model_output_token_ids=reply_ids
-            )
-            if tools and not calls and self.has_call_marks(text):
-                # Some parsers remove malformed calls.
-                _, content = make_parser().extract_reasoning(text, request)
+            reasoning, content, calls = self.split(text, reply_ids, tools, kwargs)
         except Exception:  # parsers raise whatever a strange text provokes
             return Reply({"role": "assistant", "content": text}, num_tool_errors=1)
         message = {"role": "assistant", "content": content}
@@ -198,6 +193,26 @@ class ReplyParser:
             message["content"] = ""
         num_calls = len(message.get("tool_calls", ()))
         return Reply(message, num_calls, self.count_errors(message, tools))
+
+    def split(
+        self, text: str, reply_ids: list[int], tools: list | None, kwargs: dict
+    ) -> tuple[str | None, str | None, list | None]:
+        """Return the reasoning, the content and the calls of a reply. See parse()."""
+        if self.is_harmony:
+            return read_harmony(text, has_tools=bool(tools))
+        request = self.chat_request(tools)
+
+        def make_parser():
+            # Parsers have a state, so each parses one text.
+            return self.parser_class(self.tokenizer, request.tools, chat_template_kwargs=kwargs)
+
+        reasoning, content, calls = make_parser().parse(
+            text, request, enable_auto_tools=bool(tools), model_output_token_ids=reply_ids
+        )
+        if tools and not calls and self.has_call_marks(text):
+            # Some parsers remove malformed calls.
+            _, content = make_parser().extract_reasoning(text, request)
+        return reasoning, content, calls
 
     def has_call_marks(self, text: str) -> bool:
         """Return whether a text contains the beginning of a call."""
@@ -237,5 +252,22 @@ def call_id(call, text: str, reply_ids: list[int], num_prompt_ids: int, index: i
     """
     if call.id and call.id in text:
         return call.id
+    written = written_ids(text)
+    if index < len(written):
+        return written[index]
     digest = hashlib.sha256(repr((reply_ids, num_prompt_ids, index)).encode())
     return digest.hexdigest()[:ID_LENGTH]
+
+
+def written_ids(text: str) -> list[str]:
+    """Return the identifiers in a list of calls as Mistral's models write it; vLLM drops them.
+
+    They are those of the sampled tokens, so a result with another one would answer no call.
+    """
+    _, _, written = text.partition(MISTRAL_CALLS)
+    try:
+        calls, _ = json.JSONDecoder().raw_decode(written.lstrip())
+        identifiers = [call["id"] for call in calls]
+    except (ValueError, TypeError, KeyError):
+        return []
+    return identifiers if all(isinstance(i, str) for i in identifiers) else []

@@ -134,6 +134,61 @@ for name, (_, malformed) in CALLS.items():
 
 
 @pytest.mark.slow
+def test_identifiers_that_mistral_writes_are_kept(tokenizer):
+    parser = ReplyParser(tokenizer, "mistral", None, is_checked=False)
+    call = '{"name": "add", "arguments": {"id": "x"}, "id": "ID"}'
+    text = f"[TOOL_CALLS] [{call.replace('ID', 'a12345678')}, {call.replace('ID', 'b12345678')}]"
+    calls = parse(tokenizer, parser, text).message["tool_calls"]
+    assert [call["id"] for call in calls] == ["a12345678", "b12345678"]
+    text = '[TOOL_CALLS] [{"name": "add", "arguments": {"id": "x"}}]'
+    (call,) = parse(tokenizer, parser, text).message["tool_calls"]
+    assert len(call["id"]) == 9
+
+
+THOUGHT = "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant"
+HARMONY_CALL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+HARMONY_REPLIES = [
+    (THOUGHT + HARMONY_CALL + '{"a": 1}<|call|>', "", "I think.", ["add"], 0),
+    (' to=functions.add<|channel|>commentary json<|message|>{"a": 1}', "", None, ["add"], 0),
+    (THOUGHT + HARMONY_CALL.replace("add", "sub") + '{"a": 1}', "", "I think.", ["sub"], 1),
+    (THOUGHT + HARMONY_CALL + '{"a": ', HARMONY_CALL + '{"a": ', "I think.", [], 1),
+    (HARMONY_CALL + "[1]", HARMONY_CALL + "[1]", None, [], 1),
+    ("<|channel|>analysis to=python code<|message|>1", None, None, [], 1),
+    (THOUGHT + "<|channel|>final<|message|>It is 3<|return|>", "It is 3", "I think.", [], 0),
+    ("<|channel|>commentary<|message|>So<|end|><|start|>assistant", "So", None, [], 0),
+    ("<|channel|>analysis<|message|>I thi", "", "I thi", [], 0),
+    ("It is 3", "It is 3", None, [], 0),
+]
+
+
+@pytest.mark.parametrize("text, content, reasoning, calls, num_errors", HARMONY_REPLIES)
+def test_replies_of_gpt_oss(tokenizer, text, content, reasoning, calls, num_errors):
+    """They are read without vLLM's parser, which needs a download."""
+    parser = ReplyParser(tokenizer, "openai", None, is_checked=True)
+    reply = parse(tokenizer, parser, text)
+    message = reply.message
+    assert message["content"] == (text if content is None else content)
+    assert message.get("reasoning") == reasoning
+    assert [call["function"]["name"] for call in message.get("tool_calls", [])] == calls
+    assert (reply.num_tool_calls, reply.num_tool_errors) == (len(calls), num_errors)
+    assert parse(tokenizer, parser, text) == reply, "identifiers must not be random"
+
+
+def test_calls_of_gpt_oss_without_tools_stay_text(tokenizer):
+    parser = ReplyParser(tokenizer, "openai", None, is_checked=True)
+    call = HARMONY_CALL + '{"a": 1}'
+    reply = parse(tokenizer, parser, THOUGHT + call, tools=())
+    assert reply.message["content"] == call
+    assert reply.message["reasoning"] == "I think."
+    assert (reply.num_tool_calls, reply.num_tool_errors) == (0, 0)
+
+
+def test_gpt_oss_has_no_other_parser_of_reasoning(tokenizer):
+    with pytest.raises(InputError, match=r"rollout\.reasoning_parser=qwen3: .* Leave"):
+        ReplyParser(tokenizer, "openai", "qwen3", is_checked=True)
+
+
+@pytest.mark.slow
 def test_calls_that_cannot_be_executed(tokenizer):
     parser = ReplyParser(tokenizer, "hermes", None, is_checked=False)
     text = '<tool_call>{"name": "NAME", "arguments": ARGUMENTS}</tool_call>'
