@@ -6,9 +6,9 @@
 
 A replica of vLLM completes --groups groups of --n responses in a step. The lengths are log-normal
 with a mean of --tokens and at most --longest. Groups begin, continue and end as in rollout/partial,
-and those that would become too old are finished. A decoding step of b responses takes 2.0 + 0.0049 b ms, which fits what
-benchmarks/generation_profile.py measures for 0.5B on an H200. A step of training begins when all
-replicas have stopped.
+and those that would become too old are finished. A decoding step of b responses takes
+2.0 + 0.0049 b ms, which fits what benchmarks/generation_profile.py measures for 0.5B on an H200. A
+step of training begins when all replicas have stopped.
 
 Prints a Markdown table: the time of generation relative to that of responses of equal lengths, and
 the share of it in which the mean replica waits for the slowest one.
@@ -114,7 +114,9 @@ class Simulated:
 def simulate(num_replicas: int, work: Work, sigma: float, setting: Setting) -> Simulated:
     """Return means over the steps after the first ones."""
     replicas = [Replica(seed, work, sigma, setting) for seed in range(num_replicas)]
-    steps = np.array([[replica.step() for replica in replicas] for _ in range(NUM_STEPS)])
+    steps = np.zeros((NUM_STEPS, num_replicas))
+    for step in steps:
+        step[:] = [replica.step() for replica in replicas]
     steps = steps[NUM_SETTLING_STEPS:]
     slowest = steps.max(1)
     return Simulated(slowest.mean(), 1 - steps.mean() / slowest.mean())

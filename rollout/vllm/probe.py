@@ -20,8 +20,8 @@ LENGTH = 9  # shorter than a block of the KV cache, so the prefix cache stores n
 MAX_GAP = {"float32": 1e-3, "bfloat16": 0.25}
 # The more a model is trained, the further apart are the log-probabilities of random tokens, and
 # rounding errors grow with them: runs that learned well reached a third of the standard deviation.
-# Unrelated log-probabilities would differ by 1.4 times their standard deviation. Smaller errors show
-# in rollout_corr/log_prob_gap, which is measured on responses.
+# Unrelated log-probabilities would differ by 1.4 times their standard deviation. Smaller errors
+# show in rollout_corr/log_prob_gap, which is measured on responses.
 MAX_RELATIVE_GAP = {"float32": 1e-3, "bfloat16": 0.7}
 NUM_SIGMAS = 6  # about one false alarm in 1e7 syncs
 

@@ -20,7 +20,6 @@ CODE = Code(PRODUCT)
 NO_METRICS = {
     "prompt/completion": "the name of a format of rows",
     "val/samples": "a table for wandb",
-    "weights/*": "the files of a checkpoint",
 }
 
 

@@ -100,6 +100,7 @@ def test_a_run_learns_from_episodes(undisturbed):
         assert line["score/mean"] == pytest.approx(line["reward/printable/mean"] + 0.03)
         assert line["actor/grad_norm"] > 0
         assert line["rollout_corr/log_prob_gap"] < 1e-5
+        assert line["rollout/closed_batch"] > 0.9, "the fast scheduler is not used"
     assert "val/converse" in lines[0]
 
 
