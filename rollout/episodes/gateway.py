@@ -443,11 +443,11 @@ class Gateway:
         return self.draw.max_episode_tokens - episode.num_sampled - episode.num_reserved
 
     def raise_limit(self, episode: Episode, name: str, message: str) -> None:
-        """Report a limit to the trainer the first time, and raise it."""
+        """Report a limit to the trainer the first time, and raise it. Its text has the name, too."""
         if episode.limit is None:
             episode.limit = name
             self.link.send({"episode": episode.key, "limit": name})
-        raise RequestError(message, kind=LIMIT, code=name)
+        raise RequestError(f"{message} ({LIMIT}: {name})", kind=LIMIT, code=name)
 
 
 class ClientGoneError(Exception):

@@ -7,6 +7,7 @@ may run in another Python environment (rollout.episode_python).
 import asyncio
 import inspect
 import os
+import re
 import sys
 import traceback
 import types
@@ -26,6 +27,8 @@ from rollout.grading.scores import read_score
 
 ROOT = str(Path(__file__).parents[2])
 NO_CALL = 0
+# The end of the gateway's message about a limit.
+QUOTED_LIMIT = re.compile(rf"\({LIMIT}: (\w+)\)")
 
 
 def main(lifeline: int, notes: int) -> None:
@@ -194,11 +197,15 @@ def limit_code(error: BaseException | None) -> str | None:
     """Return the code of the limit that an exception reports, or None.
 
     It is an EpisodeLimit, or an exception of OpenAI's client, which has the fields of the server's
-    error; or it was raised from such an exception, as agent frameworks do.
+    error; or it was raised from such an exception, as agent frameworks do; or it quotes the text of
+    one, which is all that verifiers keeps.
     """
     while error is not None:
         if getattr(error, "type", None) == LIMIT:
             return error.code
+        quoted = QUOTED_LIMIT.search(str(error))
+        if quoted:
+            return quoted[1]
         error = error.__cause__
     return None
 

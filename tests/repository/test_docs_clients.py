@@ -41,6 +41,8 @@ class Client:
         prompt: of the row. The model calls the tool if it ends with 3.
         trained: the text that the model writes.
         score: of each episode.
+        settings: more settings.
+        limit: the limit that each episode reaches.
     """
 
     packages: str
@@ -48,8 +50,11 @@ class Client:
     prompt: str
     trained: str
     score: float
+    settings: tuple[str, ...] = ()
+    limit: str | None = None
 
 
+VERIFIERS = "verifiers==0.4.0 uv"
 CLIENTS = {
     "OpenAI's SDK": Client("openai", "my_openai_agent.py", "Add 3 and 2", ANSWER_REPLY, 1.0),
     "an agent framework": Client(
@@ -60,11 +65,20 @@ CLIENTS = {
         "openenv==0.10.0", "my_openenv_agent.py", "Add 3 and 2", 2 * ANSWER_REPLY, 1.4
     ),
     "verifiers": Client(
-        "verifiers==0.4.0 uv",
+        VERIFIERS,
         "my_verifiers_agent.py",
         "What is 2+3",
         CALL_REPLY + ANSWER_REPLY,
         1.0,
+    ),
+    "verifiers at a limit": Client(
+        VERIFIERS,
+        "my_verifiers_agent.py",
+        "What is 2+3",
+        CALL_REPLY,
+        -1.0,
+        ("rollout.max_turns=1", "rollout.limit_score=-1.0"),
+        "max_turns",
     ),
 }
 
@@ -145,6 +159,7 @@ def episodes(tmp_path_factory) -> dict:
         settings = [
             f"rollout.episode={folder / client.snippet}:solve",
             f"rollout.episode_python={python}",
+            *client.settings,
         ]
         row = {"prompt": client.prompt, "answer": "5"}
         clients[name] = {"settings": settings, "row": row}
@@ -152,7 +167,7 @@ def episodes(tmp_path_factory) -> dict:
     server = start_echo_server(folder, port)
     with pytest.MonkeyPatch.context() as patch:
         # For verifiers, as the page says.
-        bin_folder = environment(CLIENTS["verifiers"].packages) / "bin"
+        bin_folder = environment(VERIFIERS) / "bin"
         patch.setenv("PATH", str(bin_folder), prepend=os.pathsep)
         patch.setenv("PYTHONPATH", str(folder))
         launch(1, "tests/repository/clients_worker.py", folder)
@@ -171,7 +186,7 @@ def test_a_client_plays(episodes, name):
     for sequence in played["sequences"]:
         assert sequence["trained"] == client.trained
         assert sequence["score"] == pytest.approx(client.score)
-        assert sequence["limit"] is None
+        assert sequence["limit"] == client.limit
         assert client.prompt in sequence["text"]
 
 

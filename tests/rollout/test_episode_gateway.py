@@ -187,7 +187,9 @@ def test_end_of_draw(gateway):
 def limit_code(response: httpx.Response) -> str:
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (400, "episode_limit")
-    return error["code"]
+    code = error["code"]
+    assert error["message"].endswith(f"(episode_limit: {code})")
+    return code
 
 
 def test_max_turns(gateway, tokenizer):

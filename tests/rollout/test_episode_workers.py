@@ -248,6 +248,8 @@ async def with_openai(row, llm):
     except BadRequestError as error:
         if row["how"] == "wrap":
             raise RuntimeError("the agent has failed") from error
+        if row["how"] == "quote":
+            raise RuntimeError(f"the agent says: {error}") from None
         if row["how"] == "bug":
             return 1 / 0
         raise
@@ -351,12 +353,13 @@ def test_a_limit_that_leaves_the_function_is_not_a_failure(make, file, server, l
 
 
 def test_the_client_of_openai_plays_and_reaches_limits(make, file, server):
-    error = {"type": "episode_limit", "code": "max_turns", "message": "after 3 turns"}
+    message = "after 3 turns (episode_limit: max_turns)"
+    error = {"type": "episode_limit", "code": "max_turns", "message": message}
     turns = script({"status": 400, "error": error})
-    rows = [{"script": turns, "how": how} for how in ("raise", "wrap", "bug")]
+    rows = [{"script": turns, "how": how} for how in ("raise", "wrap", "quote", "bug")]
     with closing(make(f"{file}:with_openai")) as runner:
         *limits, bug, reply = play(runner, server, [*rows, {"script": "hello"}])
-    assert limits == [Limit("max_turns", None)] * 2
+    assert limits == [Limit("max_turns", None)] * 3
     assert "ZeroDivisionError" in bug.trace
     assert reply == Reward(5.0, {})
 
