@@ -27,6 +27,7 @@ training does not depend on the number of ranks.
 import time
 from dataclasses import dataclass
 
+from common.counting import count_of
 from config import InputError, run as run_script
 from job.progress import Progress, adapter, identify, identify_tokens
 
@@ -89,10 +90,10 @@ def main(config):
     last_step = run.progress.step if run.resume_from else -1
     if not run.only_validates:
         device.on_rank0(tracking.supersede, run.output_dir / "failures.jsonl", last_step)
-    run.start(
-        f"{len(run.train)} prompts, {roles.actor.dp_size} data-parallel ranks and "
-        f"{roles.rollout.num_replicas} of vLLM on {run.device.type}"
-    )
+    num_prompts = count_of(len(run.train), "prompt")
+    num_ranks = count_of(roles.actor.dp_size, "data-parallel rank")
+    num_replicas = count_of(roles.rollout.num_replicas, "replica")
+    run.start(f"{num_prompts}, {num_ranks} and {num_replicas} of vLLM on {run.device.type}")
     if run.only_validates:
         run.tracker.log(run.progress.step, validate(run, roles) | run.profiler.end_step())
     else:

@@ -19,6 +19,7 @@ data prints one line per node and exits with code 2.
 import time
 from dataclasses import dataclass
 
+from common.counting import count_of
 from config import InputError, run as run_script
 from job.progress import Progress, adapter, identify, identify_tokens
 
@@ -51,7 +52,9 @@ def main(config):
     engine.new_end_ids = end_ids
     if run.resume_from:
         run.progress.take_counters(run.checkpointer.load(run.resume_from, engine))
-    run.start(f"{len(run.train)} rows, {engine.dp_size} data-parallel ranks on {run.device.type}")
+    num_rows = count_of(len(run.train), "row")
+    num_ranks = count_of(engine.dp_size, "data-parallel rank")
+    run.start(f"{num_rows}, {num_ranks} on {run.device.type}")
     train(run, engine)
     run.end_loop()
     if run.is_complete:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.counting import count_of
 from config import InputError
 from data.chat.losses import EARLIER, EMPTY, LOST, UNPRINTED, UNREAD, Loss, is_empty
 from data.rows import has_prompt_column, system_column
@@ -27,6 +28,14 @@ DEFAULT_COLUMNS = {
     "tools_key": "tools",
     "template_kwargs_key": "chat_template_kwargs",
     "system_key": "system",
+}
+
+# Why rows are cut or not used, by the name of their count in stats.json.
+REASONS_FOR_UNUSED_ROWS = {
+    "dropped_long": "dropped, because they are longer than {limit}",
+    "truncated": "cut to {limit} (data.truncation={truncation})",
+    "dropped_lost_fields": "dropped because of data.lost_fields=drop",
+    "dropped_no_loss": "not used, because no token is trained",
 }
 
 
@@ -273,15 +282,10 @@ def unused_row_lines(stats: dict, limit: str, truncation: str) -> Iterator[str]:
         limit: the setting that limits their length, such as data.max_length=4096.
         truncation: data.truncation.
     """
-    reasons = {
-        "dropped_long": f"dropped, because they are longer than {limit}",
-        "truncated": f"cut to {limit} (data.truncation={truncation})",
-        "dropped_lost_fields": "dropped because of data.lost_fields=drop",
-        "dropped_no_loss": "not used, because no token is trained",
-    }
-    for name, reason in reasons.items():
+    for name, reason in REASONS_FOR_UNUSED_ROWS.items():
         if stats.get(name):
-            yield f"{reason}: {count_of_rows(stats[name])}"
+            text = reason.format(limit=limit, truncation=truncation)
+            yield f"{text}: {count_of_rows(stats[name])}"
 
 
 def lines_of_file(use: FileUse, is_training: bool) -> Iterator[str]:
@@ -324,4 +328,4 @@ def with_counts(counts: dict[str, int]) -> str:
 
 
 def count_of_rows(number: int) -> str:
-    return "1 row" if number == 1 else f"{number:,} rows"
+    return count_of(number, "row")

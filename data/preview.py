@@ -22,7 +22,7 @@ from pathlib import Path
 from config import InputError, load, report
 from data import dataset, prompts
 from data.chat.tokenizer import ChatTokenizer, load_tokenizer
-from data.columns import count_of_rows, report_lines, uses_of_file
+from data.columns import report_lines, uses_of_file
 from data.dataset import TokenDataset
 from data.files import find_files, read_rows
 from data.lengths import LengthLimit
@@ -59,10 +59,12 @@ def preview_file(path: Path, spec: CacheSpec, config, num_rows: int) -> Iterator
         yield ""
         yield from row_lines(f"{path}:{i + 1}", row, chat, limit)
     uses = [{"values": use, "counts": 1} for use in tokens["use"]]
-    yield ""
-    yield f"the first {count_of_rows(num_rows)}:"
     is_training = "loss_mask" in spec.unused
-    yield from report_lines([path], [uses_of_file(uses)], is_training)
+    lines = list(report_lines([path], [uses_of_file(uses)], is_training))
+    if lines:  # none if every row is an error or blank
+        yield ""
+        yield "in the first row:" if num_rows == 1 else f"in the first {num_rows:,} rows:"
+        yield from lines
 
 
 def model_directory(name: str) -> Path:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from common.counting import count_of
 from config import InputError
 from engines.memory import GIB
 from engines.parallel import device as devices
@@ -51,7 +52,7 @@ class Hardware:
 
     def describe(self) -> str:
         """Describe the ranks and their devices, as "8 ranks on cuda"."""
-        text = f"{self.world_size} ranks on {self.device_type}"
+        text = f"{count_of(self.world_size, 'rank')} on {self.device_type}"
         if self.device_bytes:
             text += f" with {self.device_bytes / GIB:.1f} GiB each"
         return text + " (assumed)" * self.is_assumed

@@ -56,7 +56,8 @@ def download(name: str, key: str, patterns: list[str]) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        if name.startswith((".", "/", "~")):
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if is_path and not Path(name).exists():
             raise FileNotFoundError("no such directory")
         if Path(name).is_file():
             raise FileNotFoundError("it is a file; give the directory that holds it")

@@ -6,7 +6,9 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from common import disk
+from common.counting import count_of
 from config import without_secrets
+from data.columns import REASONS_FOR_UNUSED_ROWS
 from data.preview import NUM_ROWS, preview_dataset
 from engines.model.model_files import is_only_described
 from job.run import Run
@@ -24,8 +26,7 @@ def print_plan(run: Run, roles: dict[str | None, DictConfig]) -> None:
     print(f"layout: {run.hardware.describe()} = {layout(config, run.world_size)}")
     for name, dataset in (("train", run.train), ("val", run.val)):
         if dataset:
-            counts = [f"{quantity} {count:,}" for quantity, count in dataset.stats.items()]
-            print(f"{name}: {', '.join(counts)}")
+            print(f"{name}: {describe_rows(dataset.stats)}")
     print("the first rows, with the trained tokens highlighted:")
     for line in preview_dataset(run.train, run.tokenizer, NUM_ROWS):
         print(line)
@@ -43,6 +44,26 @@ def print_plan(run: Run, roles: dict[str | None, DictConfig]) -> None:
     if run.hardware.device_bytes:
         answer = "may run out of memory" if run.memory_plan.warnings() else "fits"
         print(f"this run {answer}: {run.memory_plan.describe()}")
+
+
+def describe_rows(stats: dict) -> str:
+    """Describe the rows of a data set.
+
+    Rows that are cut or not used are left out: see data.columns.unused_row_lines().
+
+    Args:
+        stats: their counts, as tokenization.write_arrays() describes them.
+    """
+    others = dict(stats)
+    text = f"{count_of(others.pop('rows'), 'row')} with {count_of(others.pop('tokens'), 'token')}"
+    if "loss_tokens" in others:
+        text += f", {others.pop('loss_tokens'):,} of them trained"
+    text += f"; the longest row has {count_of(others.pop('max_length'), 'token')}"
+    for name, count in others.items():
+        is_reported_elsewhere = name in REASONS_FOR_UNUSED_ROWS
+        if count and not is_reported_elsewhere:
+            text += f"; {name.replace('_', ' ')}: {count:,}"
+    return text
 
 
 def layout(config, world_size: int) -> str:
@@ -88,7 +109,10 @@ def print_memory(config, run: Run, role: str | None) -> None:
     at_peak = " at the end of the backward pass" if estimates[0].is_after_backward else ""
     for_role = f" for the {role}" if role else ""
     for_stages = " for each pipeline stage" if len(stages) > 1 else ""
-    print(f"memory of one rank{for_role} [GiB], estimated{at_peak}{for_stages}:")
+    print(
+        f"memory of one rank{for_role} [GiB], estimated{at_peak}{for_stages}, "
+        f"with {config.data.max_tokens_per_micro_batch:,} tokens in a micro-batch:"
+    )
     for name in stages[0]:
         columns = [f"{stage[name] / GIB:9.2f}" for stage in stages]
         print(f"  {name:<30}{''.join(columns)}")

@@ -214,7 +214,7 @@ class Run:
         self.tracker = tracking.Tracker(self.named_config, self.rank, step, self.total_steps)
         origin = f"resuming from {self.resume_from}" if self.resume_from else "starting"
         self.tracker.print(
-            f"{origin}: step {step} of {self.total_steps}, {self.steps_per_epoch} per epoch, "
+            f"{origin}: step {step} of {self.total_steps} ({self.steps_per_epoch} per epoch), "
             f"{description}"
         )
         self.agreement.begin(self.total_steps)

@@ -19,7 +19,11 @@ from rollout.vllm.versions import SUPPORTED, SUPPORTED_NAMES
 
 def quiet_vllm() -> None:
     """Let vLLM log only errors, unless the user has set a level. Call before importing vLLM."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # On a CPU, vLLM warns that Triton is disabled, before it reads the level.
+    logging.getLogger("vllm.triton_utils").setLevel(level.upper())
+    # It looks at all attributes of all modules, and torch warns about its deprecated one.
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")
 
 
 def prepare_process(config: DictConfig, host: Host, shares_base: bool) -> None:

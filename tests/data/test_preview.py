@@ -46,7 +46,7 @@ def test_trained_tokens_are_between_brackets(show):
         "  | <|im_start|>assistant",
         "  | [[two rows<|im_end|>]]",
         "  | ",
-        "the first 2 rows:",
+        "in the first 2 rows:",
         "rows.jsonl: reads messages (role, content); ignores the columns source (1 row)",
     ]
 
@@ -54,7 +54,7 @@ def test_trained_tokens_are_between_brackets(show):
 def test_options_may_stand_between_settings(show, capsys):
     rows = [chat("a", "b"), chat("c", "d")]
     lines = show(rows, "--rows", "1", "data.max_length=50")
-    assert "the first 1 row:" in lines
+    assert "in the first row:" in lines
     for number in ("0", "-1", "x"):
         with pytest.raises(SystemExit):
             show(rows, "--rows", number)
@@ -73,6 +73,13 @@ def test_rows_that_are_errors_or_too_long_are_shown_as_such(show):
         "DIR/rows.jsonl:3: not used: no token is trained",
         "DIR/rows.jsonl:4: not used: the line is blank",
     ]
+    assert "in the first 4 rows:" in lines
+
+
+def test_without_a_row_that_is_read_no_columns_are_listed(show):
+    lines = show([{"question": "2+3", "answer": "5"}])
+    assert len(lines) == 1
+    assert lines[0].startswith('error: DIR/rows.jsonl:1: "messages" is missing')
 
 
 def test_a_prompt_ends_with_the_generation_prompt(show):

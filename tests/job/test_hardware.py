@@ -19,7 +19,7 @@ def config(*settings: str):
 def test_without_assumptions_the_hardware_is_that_of_this_machine():
     hardware = Hardware.of(config("dry_run=true"), CPU)
     assert hardware == Hardware(1, "cpu", 0)
-    assert hardware.describe() == "1 ranks on cpu"
+    assert hardware.describe() == "1 rank on cpu"
 
 
 def test_a_laptop_plans_for_gpus():

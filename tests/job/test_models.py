@@ -109,3 +109,12 @@ def test_a_row_beyond_the_models_positions_is_a_warning(capsys, longest, is_warn
     assert printed.startswith("warning: a row has 65 tokens") == is_warned
     models.warn_of_length(SimpleNamespace(), longest)
     assert capsys.readouterr().out == ""
+
+
+def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path):
+    for name in ("runs/first/nowhere", "./nowhere", str(tmp_path / "nowhere")):
+        with pytest.raises(InputError, match=f"model.path={name} is neither .*: no such directory"):
+            models.download(name, "model.path", ["*"])
+    (tmp_path / "model").write_text("")
+    with pytest.raises(InputError, match="it is a file; give the directory that holds it"):
+        models.download(str(tmp_path / "model"), "model.path", ["*"])

@@ -11,7 +11,7 @@ from engines.build import engine_class
 from engines.heads import Head
 from examples.arithmetic import make_tokenizer
 from job.hardware import Hardware
-from job.plan import layout, print_plan
+from job.plan import describe_rows, layout, print_plan
 from tests.support.models import make_model
 
 
@@ -35,11 +35,22 @@ def test_each_role_is_estimated_for_its_own_model(tmp_path, capsys):
     print_plan(run, roles)
     printed = capsys.readouterr().out
     assert "steps: 8, continuing from runs/step_5\n" in printed
+    assert "memory of one rank for the actor [GiB], estimated, with 16,384 tokens" in printed
     engine = engine_class("fsdp")
     actor_bytes = engine.checkpoint_bytes(roles["actor"], Head.LOG_PROBS)
     critic_bytes = engine.checkpoint_bytes(roles["critic"], Head.VALUES)
     assert f"checkpoint of the actor: {disk.format_bytes(actor_bytes)};" in printed
     assert f"checkpoint of the critic: {disk.format_bytes(critic_bytes)};" in printed
+
+
+def test_rows_are_described_by_their_counts():
+    stats = {"rows": 1, "dropped_long": 2, "truncated": 0, "tokens": 1, "max_length": 1}
+    assert describe_rows(stats) == "1 row with 1 token; the longest row has 1 token"
+    stats = {"rows": 3, "tokens": 1_530, "max_length": 530, "loss_tokens": 41, "dropped_images": 2}
+    assert describe_rows(stats) == (
+        "3 rows with 1,530 tokens, 41 of them trained; the longest row has 530 tokens; "
+        "dropped images: 2"
+    )
 
 
 @pytest.mark.parametrize(

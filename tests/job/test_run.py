@@ -102,7 +102,7 @@ def test_the_first_lines_say_where_a_run_begins(run, capsys):
     run.start("1 row")
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        "starting: step 0 of 10, 5 per epoch, 1 row",
+        "starting: step 0 of 10 (5 per epoch), 1 row",
         "checkpoints: when asked to stop, and after the last step",
     ]
 
@@ -138,7 +138,7 @@ def test_a_run_that_resumes_says_where_it_comes_from(own_signals, tmp_path, caps
     run.resume_from = "runs/step_4"
     run.start("1 row")
     first_line = capsys.readouterr().out.splitlines()[0]
-    assert first_line == "resuming from runs/step_4: step 4 of 10, 5 per epoch, 1 row"
+    assert first_line == "resuming from runs/step_4: step 4 of 10 (5 per epoch), 1 row"
     assert run.agreement.is_training
     assert run.agreement.total_steps == 10
     assert (tmp_path / "config.yaml").exists()
@@ -154,7 +154,7 @@ def test_a_run_that_only_validates_writes_no_configuration_and_no_checkpoints(
     run.close()
     assert not (tmp_path / "config.yaml").exists()
     assert lines_without_metrics(capsys) == [
-        "starting: step 4 of 10, 5 per epoch, 1 row",
+        "starting: step 4 of 10 (5 per epoch), 1 row",
         "validated the model; nothing was trained (trainer.val_only=true)",
     ]
 
@@ -292,4 +292,4 @@ def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
     assert run.progress == train_sft.SftProgress(identity={}, step=step, skipped=2)
     first_line = capsys.readouterr().out.splitlines()[0]
     assert first_line.startswith(f"resuming from step_7: step {step} of 10")
-    assert first_line.endswith("1 rows, 2 data-parallel ranks on cpu")
+    assert first_line.endswith("1 row, 2 data-parallel ranks on cpu")

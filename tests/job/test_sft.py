@@ -334,8 +334,8 @@ def test_dry_run_prints_the_plan_and_trains_nothing(assets, tmp_path):
     for part in (
         "lr: 0.003",
         "2 ranks on cpu = 2 data-parallel",
-        "train: rows 70,",
-        "val: rows 10,",
+        "train: 70 rows with ",
+        "val: 10 rows with ",
         "steps: 16",
         "optimizer ",
         "activations ",

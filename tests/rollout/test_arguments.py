@@ -269,3 +269,12 @@ def test_drafters_need_a_supported_version(folder):
     config = make_config(folder / "dense", "rollout.speculative=ngram")
     with pytest.raises(InputError, match=f"0.25.1 and 0.32.0, but {UNKNOWN_VERSION} is installed"):
         speculation.replace_samplers(config, UNKNOWN_VERSION, "cuda")
+
+
+@pytest.mark.filterwarnings("error")
+def test_vllms_look_at_torchs_deprecated_attribute_is_quiet(monkeypatch):
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    startup.quiet_vllm()
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
+    assert hasattr(dist.reduce_op, "__dict__")  # as in vllm/triton_utils/dispatcher.py
+    assert not logging.getLogger("vllm.triton_utils.importing").isEnabledFor(logging.WARNING)
