@@ -2,15 +2,16 @@
 
     python benchmarks/long_tails.py 0.5B engine.param_dtype=bfloat16 \\
         [--prompts 256] [--n 4] [--tokens 256] [--longest 3072] [--sigma 1] [--steps 10] \\
-        [--oversample 1.25 1.5] [--ranks 1] [key=value ...]
+        [--oversample 1.25 1.5] [--max-staleness 1 4] [--ranks 1] [key=value ...]
 
 Runs train_ppo.py with a shape of benchmarks/shapes.py and random weights, as ppo_h200.py does: with
 responses of --tokens tokens each; with log-normal lengths of the same mean; and with the same
-log-normal lengths and rollout.partial, for each value of --oversample. Prints a Markdown table with
-the means over --steps steps after the first two, which vLLM and rollout.partial take to settle.
+log-normal lengths and rollout.partial, for each value of --oversample and --max-staleness. Prints a
+Markdown table with the means over --steps steps after the first two, in which vLLM settles.
 """
 
 import argparse
+import itertools
 import shutil
 import subprocess
 import sys
@@ -53,13 +54,16 @@ def make_cases(arguments: argparse.Namespace) -> list[Case]:
         Case("equal lengths", 0.0, []),
         Case("log-normal lengths", arguments.sigma, []),
     ]
-    for oversample in arguments.oversample:
+    for oversample, max_staleness in itertools.product(
+        arguments.oversample, arguments.max_staleness
+    ):
         settings = [
             "rollout.partial.enable=true",
             f"rollout.partial.oversample={oversample}",
+            f"rollout.partial.max_staleness={max_staleness}",
             "algorithm.rollout_is=token",
         ]
-        name = f"log-normal lengths, rollout.partial.oversample={oversample:g}"
+        name = f"oversample={oversample:g}, max_staleness={max_staleness}"
         cases.append(Case(name, arguments.sigma, settings))
     return cases
 
@@ -123,8 +127,8 @@ def show(arguments: argparse.Namespace, case: Case, steps: list[dict], equal: fl
     seconds = mean(steps, "timing/step")
     num_responses = arguments.prompts * arguments.n
     num_tokens = num_responses * mean(steps, "response_length/mean")
-    has_age = "partial/age_1/tokens" in steps[0]
-    older = f"{mean(steps, 'partial/age_1/tokens'):.0%}" if has_age else ""
+    has_age = "partial/age_0/tokens" in steps[0]
+    older = f"{1 - mean(steps, 'partial/age_0/tokens'):.0%}" if has_age else ""
     print_row(
         case.name,
         f"{seconds:.2f}",
@@ -149,6 +153,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=10, help="that are measured")
     parser.add_argument("--oversample", type=float, nargs="+", default=[1.25, 1.5])
+    parser.add_argument("--max-staleness", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--ranks", type=int, default=1)
     return parser.parse_intermixed_args()
 
@@ -163,7 +168,7 @@ def main() -> None:
         "s of generation",
         "tokens per step",
         "longest response",
-        "tokens of the step before",
+        "tokens of earlier steps",
     )
     equal = 0.0
     for case in make_cases(arguments):

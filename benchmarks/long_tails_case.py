@@ -42,8 +42,9 @@ class Lengths:
         self.longest = self.longest or sampling.max_tokens  # the first request begins a response
         num_drawn = self.longest - sampling.max_tokens
         num_tokens = min(self.of(seed), self.longest) - num_drawn
-        limited = replace(RequestSampling.of(sampling), max_tokens=num_tokens)
-        return plain_sampling_params(rollout, limited, seed)
+        if not isinstance(sampling, RequestSampling):
+            sampling = RequestSampling.of(sampling)
+        return plain_sampling_params(rollout, replace(sampling, max_tokens=num_tokens), seed)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from algorithms.rollout_correction import (
     correction_weights,
     effective_sample_size,
     keep_mask,
+    moments_by_age,
     off_policy,
 )
 from algorithms.value_loss import explained_variance, value_loss
@@ -661,6 +662,31 @@ def test_rollout_correction_worked_out_by_hand():
     close((rollout * kl).sum(), (rollout * (rollout / trainer).log()).sum())
     assert effective_sample_size(2.0, 5.0) == pytest.approx(0.8)
     assert effective_sample_size(0.0, 0.0) == 0
+
+
+def test_moments_are_split_by_age():
+    """Tokens of ages 0, 1, 1 and 2; the last one of age 0 is not in the mask."""
+    age = floats(0, 1, 1, 2, 0)
+    mask = floats(1, 1, 1, 1, 0)
+    gaps = {
+        "ratio": floats(1, 2, 3, 4, 5),
+        "ratio_squared": floats(1, 4, 9, 16, 25),
+        "log_prob_gap": floats(0.5, 6, 7, 8, 9),
+    }
+    moments = moments_by_age(gaps, age, mask, max_age=2)
+    sums = {name: x.sum().item() for name, x in moments.items()}
+    assert sums == {
+        "age_0_share": 1,
+        "age_0_ratio": 1,
+        "age_0_ratio_squared": 1,
+        "age_0_log_prob_gap": 0.5,
+        "age_1_share": 2,
+        "age_1_ratio": 5,
+        "age_1_ratio_squared": 13,
+        "age_2_share": 1,
+        "age_2_ratio": 4,
+        "age_2_ratio_squared": 16,
+    }
 
 
 def test_dapo():

@@ -104,6 +104,24 @@ def test_a_vllm_that_computes_something_else_is_named_once(tmp_path, capsys, set
     assert capsys.readouterr().out.count("warning: vLLM's log-probabilities differ") == named
 
 
+@pytest.mark.parametrize(
+    "age_0_shares, sample_sizes, is_named",
+    [([0.7, 0.7, 0.7], [0.9, 0.4, 0.3], True), ([0.7], [0.6], False), ([1.0], [0.3], False)],
+)
+def test_a_correction_that_costs_half_of_the_samples_is_named_once(
+    tmp_path, capsys, age_0_shares, sample_sizes, is_named
+):
+    tracker = tracking.Tracker(configure(tmp_path), 0, 0, len(sample_sizes))
+    for step, (share, size) in enumerate(zip(age_0_shares, sample_sizes), 1):
+        metrics = {
+            "partial/age_0/tokens": share,
+            "rollout_corr/effective_sample_size": size,
+        }
+        tracker.log(step, metrics)
+    tracker.close()
+    assert capsys.readouterr().out.count("warning: with tokens of older weights") == is_named
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_is_named(tmp_path):
     """The files of tensorboard, whose thread writes them late, and the picture."""

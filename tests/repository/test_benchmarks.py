@@ -69,6 +69,17 @@ SMOKES = {
         r"\| tiny \| TRL, 2 turns, tools of at most 2 s \| \d+\.\d\d \| [\d,]+ \| \d+\.\d\d \| "
         r"0\.\d\d \|  \|\n",
     ),
+    "long_tails.py": Smoke(
+        f"tiny {SMALL_PPO} --longest 12 --steps 1 --oversample 1.5 --max-staleness 1 "
+        "--assets ASSETS --models MODELS",
+        r"\| equal lengths \| \d+\.\d\d \| 1\.00 \| \d\.\d\d \| 0k \| 4 \|  \|\n"
+        r"\| log-normal lengths \| .*\n"
+        r"\| oversample=1.5, max_staleness=1 \| .* \| \d+% \|\n",
+    ),
+    "long_tails_simulation.py": Smoke(
+        "--replicas 2 --sigma 1 --oversample 1.5 --max-staleness 1 --groups 8",
+        r"\| 2 \| 1 \| \d\.\d\d \(\d+%\) \| \d\.\d\d \(\d+%\) \|",
+    ),
     "speculative_h200.py": Smoke(
         f"tiny {FP32} {SMALL_CACHE} --responses 2 --tokens 4 --ways mtp:1 --models MODELS",
         r"\| tiny \| mtp:1 \| 1\.0 \| 2 x 4 equal \| (.*\n)*"

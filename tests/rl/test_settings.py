@@ -15,6 +15,7 @@ GAE = "algorithm.adv_estimator=gae"
 VAL_FILES = "data.val_files=there"
 FILTER = "algorithm.filter_groups.enable=true"
 
+PARTIAL = ["rollout.partial.enable=true", "algorithm.rollout_is=token"]
 CONTRADICTIONS = {
     "a mini-batch that does not divide": (
         ["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=3"],
@@ -110,6 +111,22 @@ CONTRADICTIONS = {
         ["rollout.max_tokens=10", "reward.overlong_buffer=11"],
         "is more than rollout.max_tokens=10",
     ),
+    "responses that continue without a correction": (
+        ["rollout.partial.enable=true"],
+        "set algorithm.rollout_is=token (or sequence) to correct for them",
+    ),
+    "responses that continue beside episodes": (
+        [*PARTIAL, "rollout.episode=my.py:play", "rollout.max_episode_tokens=100"],
+        "does not work with rollout.episode=my.py:play yet",
+    ),
+    "responses that continue and end with a text": (
+        [*PARTIAL, "rollout.stop=[x]"],
+        "does not work with rollout.stop=['x']",
+    ),
+    "responses that continue and are drafted": (
+        [*PARTIAL, "rollout.speculative=ngram"],
+        "does not work with rollout.speculative=ngram",
+    ),
     "responses longer than a micro-batch": (
         [
             "data.max_prompt_length=50",
@@ -144,6 +161,8 @@ def test_contradictions_are_input_errors(what):
         ["reference.path=there", "algorithm.use_kl_loss=true"],
         ["reference.path=there", "algorithm.use_kl_in_reward=true"],
         [FILTER, "rollout.n=2"],
+        PARTIAL,
+        ["rollout.partial.enable=true", "rollout.partial.require_correction=false"],
         ["validation.n=4", "validation.temperature=1", VAL_FILES],
         ["validation.stop=[x]", "data.val_size=0.1"],
         ["rollout.top_k=20", "rollout.top_p=0.9", "algorithm.rollout_is=token"],
