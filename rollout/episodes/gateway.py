@@ -443,7 +443,7 @@ class Gateway:
         return self.draw.max_episode_tokens - episode.num_sampled - episode.num_reserved
 
     def raise_limit(self, episode: Episode, name: str, message: str) -> None:
-        """Report a limit to the trainer the first time, and raise it. The text names it, too."""
+        """Report a limit to the trainer the first time, and raise it. Its text has the name."""
         if episode.limit is None:
             episode.limit = name
             self.link.send({"episode": episode.key, "limit": name})

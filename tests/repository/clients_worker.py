@@ -1,5 +1,7 @@
 """Play the episodes of docs/episodes.md with other packages' clients, and write them down.
 
+There is one vLLM and one gateway. As each client has its own interpreter, it has its own workers.
+
     torchrun --nproc-per-node 1 tests/repository/clients_worker.py FOLDER
 
 Reads the model in FOLDER/model, and FOLDER/clients.json: name -> {"settings", "row"}. Writes
@@ -18,15 +20,18 @@ from safetensors.torch import load_file
 from config import load
 from data.chat.tokenizer import load_tokenizer
 from data.prompts import Prompt, PromptDataset
+from engines.model.lengths import longest_sequence
 from engines.parallel import device
 from profiling import Profiler
 from rollout.drawing import Request
-from rollout.episodes.drawing import EpisodeSampler
+from rollout.episodes.drawing import Director, EpisodeSampler, gateway_settings
 from rollout.episodes.runner import EpisodeRunner
+from rollout.episodes.server import GatewayServer
 from rollout.samples import Samples
 from rollout.vllm.engine import Rollout
 
 NUM_EPISODES = 2
+MAX_FAILURE_RATE = 1.0
 SETTINGS = [
     "data.train_files=unused",
     "data.max_prompt_length=100",
@@ -36,7 +41,7 @@ SETTINGS = [
     "rollout.max_episode_tokens=2000",
     # The model has learned its replies in seconds: it is not as sure as it could be.
     "rollout.temperature=0.1",
-    "reward.max_failure_rate=1.0",
+    f"reward.max_failure_rate={MAX_FAILURE_RATE}",
 ]
 
 
@@ -58,19 +63,26 @@ def main(folder: Path) -> None:
     configs = {}
     for name, client in clients.items():
         configs[name] = load("ppo.yaml", [*paths, *SETTINGS, *client["settings"]])
-    rollout = start_vllm(next(iter(configs.values())), this_device)
+    first = next(iter(configs.values()))
+    rollout = start_vllm(first, this_device)
+    tokenizer = load_tokenizer(first)
+    server = GatewayServer(gateway_settings(first, rollout, tokenizer))
     host_group = dist.new_group(backend="gloo")
     episodes = {}
     for name, client in clients.items():
         config = configs[name]
         runner = EpisodeRunner(config)
-        tokenizer = load_tokenizer(config)
-        sampler = EpisodeSampler.start(config, rollout, runner, tokenizer, host_group)
+        max_turns = config.rollout.max_turns
+        limits = {"max_turns": max_turns, "max_episode_tokens": longest_sequence(config)[0]}
+        director = Director(server, runner, limits)
+        groups = (host_group, None)
+        sampler = EpisodeSampler(rollout, runner, director, tokenizer, *groups, MAX_FAILURE_RATE)
         sampling = OmegaConf.merge(config.rollout, {"n": NUM_EPISODES})
         request = Request(OneRow(client["row"]), range(1), sampling, (7, 1))
         episodes[name] = written(sampler.draw(request, Profiler()), tokenizer)
-        sampler.close()
+        runner.close()
     (folder / "episodes.json").write_text(json.dumps(episodes))
+    server.close()
     rollout.shutdown()
     device.shutdown()
 
