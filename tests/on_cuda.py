@@ -23,7 +23,7 @@ from tests.engines.conftest import megatron_folder  # noqa: F401
 from tests.engines.fsdp.test_experts import check_grouped
 from tests.engines.fsdp.test_families import FORMS
 from tests.engines.fsdp.test_training import ALONE, ON_CUDA, result_of
-from tests.engines.megatron_checks import ONE_MICRO_BATCH, distance, plain_training
+from tests.engines.megatron_checks import distance, plain_reference
 from tests.engines.megatron_worker import BF16, LORA
 from tests.engines.test_megatron import (
     ALL,
@@ -297,8 +297,7 @@ def test_training_equals_a_plain_loop(launches, megatron_folder, world, name):
     """On a CPU in fp32, over the same micro-batches; in bf16 but for rounding."""
     case = CASES[world, name]
     result = launches[world][name]
-    micro_batches = result.get("micro_batches", [ONE_MICRO_BATCH] * case.steps)
-    plain = plain_training(megatron_folder / case.family, case, micro_batches)
+    plain = plain_reference(megatron_folder, case, result)
     keys = ["loss", "grad_norm"]
     if case.has_aux_loss:
         keys.append("router_aux_loss")

@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import peft
@@ -20,6 +21,7 @@ from engines.megatron.mapping import Mapping
 from engines.model import lora
 from tests.engines.megatron_worker import (
     AUTO,
+    AUX,
     FULL,
     SELECTIVE,
     TOTAL_STEPS,
@@ -47,8 +49,8 @@ EXPERTS_BOUND = 1e-4
 # The coefficient of the routers' auxiliary loss, where a case has one.
 AUX_COEFFICIENT = 0.3
 # The sequences of each micro-batch of a step.
-StepMicroBatches = list[list[int]]
-ONE_MICRO_BATCH: StepMicroBatches = [list(range(len(make_batch(0))))]
+StepMicroBatches = tuple[tuple[int, ...], ...]
+ONE_MICRO_BATCH: StepMicroBatches = (tuple(range(len(make_batch(0)))),)
 
 
 def distance(measured: Tensor, expected: Tensor) -> float:
@@ -101,7 +103,27 @@ class SequenceOutputs:
     router_logits: tuple[Tensor, ...]
 
 
-def plain_training(directory: Path, case: Case, micro_batches: list[StepMicroBatches]) -> PlainRun:
+def plain_reference(folder: Path, case: Case, result: dict) -> PlainRun:
+    """Return a plain run with the settings of a case that change results.
+
+    result: the worker's, with the micro-batches of each step of a case with experts
+    """
+    relevant = []
+    for setting in case.settings.split():
+        is_of_model = setting.startswith(("model.", "optim.")) and "dtype" not in setting
+        if is_of_model or setting == AUX:
+            relevant.append(setting)
+    micro_batches = [ONE_MICRO_BATCH] * len(result["steps"])
+    if "micro_batches" in result:
+        micro_batches = [tuple(map(tuple, of_step)) for of_step in result["micro_batches"]]
+    plain_case = replace(case, settings=" ".join(relevant), uneven=False)
+    return plain_training(folder / case.family, plain_case, tuple(micro_batches))
+
+
+@cache
+def plain_training(
+    directory: Path, case: Case, micro_batches: tuple[StepMicroBatches, ...]
+) -> PlainRun:
     """Train with a loop around transformers, one sequence after another, in fp32.
 
     micro_batches: of each step; the auxiliary loss depends on them

@@ -35,9 +35,9 @@ from engines.fsdp.engine import FSDPEngine
 from engines.heads import Head
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.torch_layers import TorchAttention
-from engines.model import guard
 from engines.parallel import collectives, device
 from tests.support.cases import CaseKey, Registry
+from tests.support.guarded import guarded_once, unguarded
 from tests.support.training import SETTINGS, digest, gather, make_batch, make_loss, share_of
 
 CASES = Registry()
@@ -50,8 +50,11 @@ MODULES = (
     "tests.engines.test_megatron_checkpoints",
     "tests.engines.test_megatron_rollout",
 )
-TOTAL_STEPS = 10  # batches repeat every four steps
-FEW_STEPS = 5
+TOTAL_STEPS = 10  # of the learning rate's schedule
+# Steps that cases train. The second batch limits what sampling could have drawn; from the third on,
+# both moments of Adam count. Batches repeat every four steps, so that six learn something twice.
+FEW_STEPS = 3
+MORE_STEPS = 6
 TOKEN_CAP = 96
 
 # -- settings --------------------------------------------------------------------------------------
@@ -77,6 +80,8 @@ AUX = "router_aux_loss_coef=0.3"
 AUTO = "context_parallel_size=auto"
 SHORT = "data.max_tokens_per_micro_batch=24"
 SHORTEST = "data.max_tokens_per_micro_batch=12"
+# What decides which tokens a layer sees, and how layers are divided.
+ARRANGEMENTS = (TP2, TP4, PP2, VPP2, CP2, EP2, EP4, NO_SP, PADDED, AUTO, BF16)
 # Large enough to keep Adam from making a whole step of a rounding error in a tiny gradient.
 EPS = "optim.eps=1e-5"
 LORA = f"model.lora.rank=4 model.lora.alpha=8 {EPS}"
@@ -94,7 +99,7 @@ def keys(settings: str) -> list[str]:
 # -- training cases --------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
     """Training of a model with these settings.
 
@@ -133,6 +138,10 @@ class Case:
     def head(self) -> Head:
         return Head.VALUES if self.critic else Head.LOG_PROBS
 
+    @property
+    def arrangement(self) -> tuple[type[Engine], bool, frozenset[str]]:
+        return self.engine, self.critic, frozenset(ARRANGEMENTS).intersection(self.settings.split())
+
 
 CaseTable = dict[CaseKey, Case]
 
@@ -146,7 +155,10 @@ def register(table: CaseTable) -> None:
 def run_case(folder: Path, this_device: torch.device, title: str, case: Case) -> dict:
     """Train, export and evaluate, and measure what else the engine does meanwhile."""
     print(title, flush=True)
-    engine = build(case.engine, folder / case.family, this_device, case.settings, head=case.head)
+    with guarded_once(case.family, case.arrangement):
+        engine = build(
+            case.engine, folder / case.family, this_device, case.settings, head=case.head
+        )
     attentions = attention_modules(engine)
     with counted_calls(attentions) as calls:
         steps = train(engine, range(case.steps), case)
@@ -344,20 +356,6 @@ def count_bytes(engine: MegatronEngine) -> list[int]:
         size(p.main_grad for p in parameters if p.requires_grad),
         size(of_optimizer),
     ]
-
-
-@contextmanager
-def unguarded() -> Iterator[None]:
-    """Within this block, engines skip the check that they keep sequences apart.
-
-    Training cases run it on every model. Other cases need not repeat it.
-    """
-    check = guard.check_isolation
-    guard.check_isolation = lambda engine: None
-    try:
-        yield
-    finally:
-        guard.check_isolation = check
 
 
 def work(*numbers_of_ranks: int) -> Callable[[Callable], Callable]:

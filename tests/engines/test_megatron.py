@@ -15,7 +15,6 @@ from engines.fsdp.engine import FSDPEngine
 from tests.engines.megatron_checks import (
     BOUND,
     EXPERTS_BOUND,
-    ONE_MICRO_BATCH,
     ROUNDED_BOUND,
     check_answers_by_dp_rank,
     check_export,
@@ -23,7 +22,7 @@ from tests.engines.megatron_checks import (
     check_recomputation,
     distance,
     make_config,
-    plain_training,
+    plain_reference,
 )
 from tests.engines.megatron_worker import (
     AUTO,
@@ -36,6 +35,7 @@ from tests.engines.megatron_worker import (
     EPS,
     FEW_STEPS,
     FULL,
+    MORE_STEPS,
     NO_SP,
     OVERLAP,
     PADDED,
@@ -44,7 +44,6 @@ from tests.engines.megatron_worker import (
     SELECTIVE,
     SHORT,
     SHORTEST,
-    TOTAL_STEPS,
     TP2,
     TP4,
     VPP2,
@@ -65,7 +64,7 @@ NEVER_COMPILE = "torch_compile=never"
 REFERENCES: CaseTable = {}
 for family in FAMILIES:
     REFERENCES[1, f"reference {family}"] = Case(
-        family, NEVER_COMPILE, TOTAL_STEPS, engine=FSDPEngine
+        family, NEVER_COMPILE, MORE_STEPS, engine=FSDPEngine
     )
     REFERENCES[1, f"reference {family} critic"] = Case(
         family, NEVER_COMPILE, critic=True, engine=FSDPEngine
@@ -75,28 +74,28 @@ POLICIES: CaseTable = {
     (1, "one"): Case("qwen3"),
     (1, "one padded"): Case("llama", PADDED),
     (1, "one replicated"): Case("qwen2_tied", REPLICATED),
-    (2, "tp2"): Case("qwen2_tied", TP2, TOTAL_STEPS),
+    (2, "tp2"): Case("qwen2_tied", TP2, MORE_STEPS),
     (2, "tp2 no sp"): Case("qwen3", f"{TP2} {NO_SP}"),
     (2, "tp2 padded"): Case("llama", f"{TP2} {PADDED}"),
     (2, "tp2 selective"): Case("llama", f"{TP2} {SELECTIVE}"),
     (2, "tp2 full"): Case("qwen3", f"{TP2} {FULL}"),
     (2, "pp2"): Case("llama", PP2),
-    (2, "pp2 tied"): Case("qwen2_tied", PP2, TOTAL_STEPS),
+    (2, "pp2 tied"): Case("qwen2_tied", PP2, MORE_STEPS),
     (2, "pp2 full"): Case("qwen3", f"{PP2} {FULL}"),
     (2, "pp2 padded"): Case("qwen2_tied", f"{PP2} {PADDED}"),
-    (2, "pp2 vpp2"): Case("qwen3", f"{PP2} {VPP2}", TOTAL_STEPS),
-    (2, "cp2"): Case("llama", CP2, TOTAL_STEPS),
+    (2, "pp2 vpp2"): Case("qwen3", f"{PP2} {VPP2}", MORE_STEPS),
+    (2, "cp2"): Case("llama", CP2, MORE_STEPS),
     (2, "cp2 padded"): Case("qwen3", f"{CP2} {PADDED}"),
-    (2, "dp2"): Case("qwen3", "", TOTAL_STEPS),
+    (2, "dp2"): Case("qwen3", "", MORE_STEPS),
     (2, "dp2 replicated"): Case("qwen3", REPLICATED),
     (2, "dp2 uneven"): Case("llama", uneven=True),
     (2, "dp2 overlap"): Case("qwen2_tied", f"{OVERLAP} {BUCKETS}"),
     (2, "dp2 replicated overlap"): Case("llama", f"{REPLICATED} {OVERLAP} {BUCKETS}"),
-    (2, "auto"): Case("qwen3", f"{AUTO} {SHORT}", TOTAL_STEPS),
+    (2, "auto"): Case("qwen3", f"{AUTO} {SHORT}", MORE_STEPS),
     (2, "auto padded full"): Case("llama", f"{AUTO} {SHORT} {PADDED} {FULL}"),
-    (4, "tp2 pp2"): Case("qwen3", f"{TP2} {PP2}", TOTAL_STEPS),
+    (4, "tp2 pp2"): Case("qwen3", f"{TP2} {PP2}", MORE_STEPS),
     (4, "tp4"): Case("llama", TP4),
-    (4, "tp2 cp2"): Case("qwen2_tied", f"{TP2} {CP2}", TOTAL_STEPS),
+    (4, "tp2 cp2"): Case("qwen2_tied", f"{TP2} {CP2}", MORE_STEPS),
     (4, "pp2 cp2"): Case("llama", f"{PP2} {CP2}"),
     (4, "pp2 vpp2 dp2"): Case("qwen2_tied", f"{PP2} {VPP2}", uneven=True),
     (4, "auto"): Case("llama", f"{AUTO} {SHORT} {OVERLAP} {BUCKETS}"),
@@ -152,7 +151,7 @@ def test_training_equals_fsdp(megatron_results, megatron_folder, num_ranks, name
 def test_the_reference_could_tell(megatron_results, megatron_folder, family):
     """The loss falls, steps are clipped, and weights move much further than the bound."""
     steps = megatron_results[1][f"reference {family}"]["steps"]
-    first_with_same_batch = steps[(TOTAL_STEPS - 1) % 4]
+    first_with_same_batch = steps[(MORE_STEPS - 1) % 4]
     assert steps[-1]["loss"] < 0.95 * first_with_same_batch["loss"]
     assert min(column(steps, "grad_norm")) > 0.5
     after = load_file(megatron_folder / f"1 reference {family}.safetensors")
@@ -208,9 +207,9 @@ def test_bfloat16_is_near(megatron_results, num_ranks, name):
     steps = megatron_results[num_ranks][name]["steps"]
     expected = megatron_results[1]["reference qwen3"]["steps"][:FEW_STEPS]
     assert len(steps) == FEW_STEPS
-    assert 10 * BOUND < worst(column(steps, "loss"), column(expected, "loss")) < ROUNDED_BOUND
+    assert worst(column(steps, "loss"), column(expected, "loss")) < ROUNDED_BOUND
     norm_error = worst(column(steps, "grad_norm"), column(expected, "grad_norm"))
-    assert norm_error < 5 * ROUNDED_BOUND
+    assert 10 * BOUND < norm_error < 5 * ROUNDED_BOUND
 
 
 # -- the same results as a plain loop --------------------------------------------------------------
@@ -235,12 +234,12 @@ EQUAL_TO_PLAIN: CaseTable = FROZEN | {
     (1, "mixtral padded"): Case("mixtral", PADDED),
     (2, "moe dp2"): Case("qwen3_moe"),
     (2, "moe tp2"): Case("qwen3_moe", f"{TP2} {AUX}"),
-    (2, "moe ep2"): Case("qwen3_moe", f"{EP2} {AUX}"),
+    (2, "moe ep2"): Case("qwen3_moe", f"{EP2} {AUX}", MORE_STEPS),
     (2, "moe ep2 uneven"): Case("qwen3_moe_raw", f"{EP2} {AUX} {REPLICATED}", uneven=True),
     (2, "moe tp2 ep2 padded"): Case("qwen3_moe", f"{TP2} {EP2} {AUX} {PADDED}"),
     (2, "moe cp2 ep2"): Case("qwen3_moe_raw", f"{CP2} {EP2}"),
     (2, "moe pp2 full"): Case("qwen3_moe", f"{PP2} {FULL} {AUX}"),
-    (2, "critic moe ep2"): Case("qwen3_moe", EP2, critic=True),
+    (2, "critic moe ep2"): Case("qwen3_moe", EP2, MORE_STEPS, critic=True),
     (2, "zero rows tp2"): Case("zero_rows", f"{TP2} {EPS}"),
     (2, "mistral cp2"): Case("mistral", CP2),
     (2, "mistral padded"): Case("mistral", f"{PP2} {PADDED}"),
@@ -265,8 +264,7 @@ EQUAL_TO_PLAIN: CaseTable = FROZEN | {
 def test_training_equals_a_plain_loop(megatron_results, megatron_folder, num_ranks, name):
     case = EQUAL_TO_PLAIN[num_ranks, name]
     result = megatron_results[num_ranks][name]
-    micro_batches = result.get("micro_batches", [ONE_MICRO_BATCH] * case.steps)
-    plain = plain_training(megatron_folder / case.family, case, micro_batches)
+    plain = plain_reference(megatron_folder, case, result)
     metrics = ["loss", "entropy", "grad_norm"]
     if case.has_aux_loss:
         metrics.append("router_aux_loss")
@@ -323,7 +321,8 @@ def test_auxiliary_loss_makes_a_difference(megatron_results):
     assert without[0]["loss"] == pytest.approx(with_aux[0]["loss"], rel=BOUND)
     assert abs(without[0]["grad_norm"] / with_aux[0]["grad_norm"] - 1) > 0.1
     assert min(column(with_aux, "router_aux_loss")) > 1.01
-    assert with_aux[-1]["router_aux_loss"] < with_aux[3]["router_aux_loss"]
+    of_same_batch = [with_aux[step]["router_aux_loss"] for step in (0, 4)]
+    assert of_same_batch[1] < of_same_batch[0]
 
 
 ROUNDED_EXPERTS: CaseTable = {(2, "moe bf16 ep2"): Case("qwen3_moe", f"{EP2} {AUX} {BF16}")}
@@ -332,7 +331,7 @@ ROUNDED_EXPERTS: CaseTable = {(2, "moe bf16 ep2"): Case("qwen3_moe", f"{EP2} {AU
 @needs((2, "moe bf16 ep2"), (2, "moe ep2"))
 def test_bfloat16_experts_are_near(megatron_results):
     steps = megatron_results[2]["moe bf16 ep2"]["steps"]
-    expected = megatron_results[2]["moe ep2"]["steps"]
+    expected = megatron_results[2]["moe ep2"]["steps"][:FEW_STEPS]
     bounds = {
         "loss": ROUNDED_BOUND,
         "router_aux_loss": ROUNDED_BOUND,

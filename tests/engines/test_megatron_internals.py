@@ -300,7 +300,7 @@ def offload(folder: Path, this_device: torch.device) -> dict:
         evaluate(engine, case)
         engine.offload("optimizer")
         results[settings] = {
-            "steps": steps + train(engine, range(2, 4), case),
+            "steps": steps + train(engine, [2], case),
             "num_names": len(names),
             "gradients left": gradients_left,
             "bytes left": gather(bytes_left),
@@ -332,7 +332,7 @@ def test_offload_comes_back_by_itself(megatron_results, settings, same):
     for before, after in result["host memory"]:
         assert before == after
         assert after > 2
-    assert result["steps"] == without_offload["steps"][:4]
+    assert result["steps"] == without_offload["steps"][:3]
     assert result["num_names"] == len(without_offload["names"][0])
 
 

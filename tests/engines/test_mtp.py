@@ -402,19 +402,19 @@ UNTRAINED = {
 
 @CASES.case(2)
 def untrained(folder: Path, this_device: torch.device) -> dict:
-    """Train ten steps that leave the MTP layers out; save a checkpoint of the first run."""
+    """Train steps that leave the MTP layers out; save a checkpoint of the first run."""
     results = {}
     for name, (family, settings) in UNTRAINED.items():
         settings = f"{settings} {EPS} {REPLICATED}"
         engine = build(MegatronEngine, folder / family, this_device, settings)
-        training = train(engine, range(10), with_gradients=True)
+        training = train(engine, range(NUM_STEPS), with_gradients=True)
         results[name] = training.steps
         weights = dict(engine.export_weights())
         save_weights(folder, name, weights, training.gradients)
         if name == "mtp frozen":
-            progress = {"step": 10, "export_dtype": "float32"}
+            progress = {"step": NUM_STEPS, "export_dtype": "float32"}
             checkpointer = Checkpointer(folder / "mtp checkpoints", 2, asynchronous=False)
-            checkpointer.save(10, engine, progress, make_tokenizer())
+            checkpointer.save(NUM_STEPS, engine, progress, make_tokenizer())
     return results
 
 
@@ -422,9 +422,9 @@ def untrained(folder: Path, this_device: torch.device) -> dict:
 @needs((2, "untrained"))
 @pytest.mark.parametrize("name", ["mtp frozen", "mtp left out", "mtp bf16"])
 def test_untrained_layers_are_exported_as_they_were(megatron_results, megatron_folder, name):
-    """After ten steps with weight decay, in which everything else has changed."""
+    """After steps with weight decay, in which everything else has changed."""
     steps = megatron_results[2]["untrained"][name]
-    assert len(steps) == 10
+    assert len(steps) == NUM_STEPS
     for step in steps:
         assert not any("mtp" in key for key in step)
     family, _ = UNTRAINED[name]
@@ -484,7 +484,7 @@ def test_export_of_a_checkpoint_includes_untrained_layers(
     megatron_results, megatron_folder, tmp_path
 ):
     """They come from model.path, which must still be there."""
-    checkpoint = megatron_folder / "mtp checkpoints/step_00000010"
+    checkpoint = megatron_folder / f"mtp checkpoints/step_{NUM_STEPS:08d}"
     model = megatron_folder / "mimo"
     export_checkpoint(checkpoint, tmp_path / "hf")
     exported = load_file(tmp_path / "hf/model.safetensors")
@@ -780,7 +780,7 @@ def test_another_vllm_drafts_with_the_exported_layer(ppo_run):
     prompt = [*range(4, 20)]
     result = ppo_run / "tokens.json"
     command = [sys.executable, "-c", GENERATE, ppo_run / "out/hf", result, json.dumps(prompt)]
-    run(command, cwd=ppo_run)
+    run(command, cwd=ppo_run, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     model = AutoModelForCausalLM.from_pretrained(ppo_run / "out/hf", dtype=torch.float32)
     with torch.no_grad():
         expected = model.generate(

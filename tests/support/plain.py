@@ -43,9 +43,10 @@ LOSS_BOUND = 2e-6
 NORM_BOUND = 5e-5
 WEIGHT_BOUND = 0.01 * PEAK_LR  # absolute: a hundredth of one step
 LOG_PROB_BOUND = 1e-5  # absolute, nats
-# Numbers of steps after which plain_training() keeps the weights.
-FEW = 5
-TEN = 10
+# Numbers of steps after which plain_training() keeps the weights. The second batch limits what
+# sampling could have drawn; from the third on, both moments of Adam count.
+FEW = 3
+MORE = 6  # batches repeat every four steps
 LORA_RANK = 4
 LORA_ALPHA = 6
 
@@ -55,7 +56,7 @@ LORA_ALPHA = 6
 
 @dataclass
 class PlainTraining:
-    """The results of a plain loop of TOTAL_STEPS steps.
+    """The results of a plain loop.
 
     losses, norms  of each step; the gradient norm before clipping
     weights        number of steps -> the weights after them, {name in the files: weight}
@@ -68,9 +69,13 @@ class PlainTraining:
 
 @functools.cache
 def plain_training(
-    directory: Path, with_muon: bool = False, lora: bool = False, freeze: tuple[str, ...] = ()
+    directory: Path,
+    with_muon: bool = False,
+    lora: bool = False,
+    freeze: tuple[str, ...] = (),
+    num_steps: int = MORE,
 ) -> PlainTraining:
-    """Train the model of a directory.
+    """Train the model of a directory; the learning rate's schedule has TOTAL_STEPS.
 
     lora: peft trains the adapter in {directory}_adapter, and the weights kept are merged.
     freeze: regular expressions of the parameters that are not trained.
@@ -82,7 +87,7 @@ def plain_training(
         model = PeftModel.from_pretrained(model, f"{directory}_adapter", is_trainable=True)
     optimizers = plain_optimizers(model, with_muon)
     result = PlainTraining()
-    for step in range(TOTAL_STEPS):
+    for step in range(num_steps):
         loss, _ = plain_loss(model, make_batch(step))
         loss.backward()
         result.losses.append(loss.item())
@@ -92,7 +97,7 @@ def plain_training(
                 group["lr"] = learning_rate(step)
             optimizer.step()
             optimizer.zero_grad()
-        if step + 1 in (FEW, TEN, TOTAL_STEPS):
+        if step + 1 in (FEW, MORE, num_steps):
             result.weights[step + 1] = weights_in_files(model, lora)
     return result
 

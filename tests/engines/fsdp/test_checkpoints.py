@@ -53,7 +53,7 @@ FAMILIES = ("qwen2_tied", "llama", "lora")  # lora: adapters of qwen3
 
 
 def checkpoint(folder: Path, device: torch.device, family: str) -> dict:
-    """Resume on any number of ranks what 4 ranks have saved after 5 steps, for 5 more.
+    """Resume on any number of ranks what 4 ranks have saved after 3 steps, for 3 more.
 
     4 ranks also go on without interruption, save again, and export. llama is saved in the
     background.
@@ -74,30 +74,30 @@ def checkpoint(folder: Path, device: torch.device, family: str) -> dict:
                 "lora": adapter_record(engine.config, str(engine.config.model.path)),
                 "run": frozen_weights,
             }
-        train(engine, range(5))
+        train(engine, range(3))
         listings = set()
         stop = threading.Event()
-        whole = directory / "step_00000005"
+        whole = directory / "step_00000003"
         watcher = threading.Thread(target=watch, args=(whole, listings, stop), daemon=True)
         watcher.start()
-        checkpointer.save(5, engine, {"step": 5, **progress}, tokenizer)
+        checkpointer.save(3, engine, {"step": 3, **progress}, tokenizer)
         result["random"] = gather(torch.rand(1).item())
         # While an asynchronous save is still writing.
-        result["uninterrupted"] = train(engine, range(5, 10))
+        result["uninterrupted"] = train(engine, range(3, 6))
         checkpointer.wait()
         stop.set()
         watcher.join()
         result["published"] = [sorted(listing) for listing in listings]
-        checkpointer.save(10, engine, {"step": 10, **progress, **adapter}, tokenizer)
+        checkpointer.save(6, engine, {"step": 6, **progress, **adapter}, tokenizer)
         checkpointer.wait()
         export_hf(engine, tokenizer, folder / f"hf_{family}")
         asked = answers_of(engine)
         if dist.get_rank() == 0:
             save_file({"asked": asked}, folder / f"4 checkpoint {family}.safetensors")
     engine = build(model, device, CP2 if dist.get_world_size() == 4 else "", lora=lora)
-    result["progress"] = checkpointer.load(directory / "step_00000005", engine)
+    result["progress"] = checkpointer.load(directory / "step_00000003", engine)
     result["random_again"] = gather(torch.rand(1).item())
-    result["resumed"] = train(engine, range(5, 10))
+    result["resumed"] = train(engine, range(3, 6))
     return result
 
 
@@ -134,12 +134,12 @@ def test_resume_on_any_number_of_ranks(results, folder, family, world):
     """A resumed run computes what the uninterrupted one does, and that what a plain loop does."""
     whole = results(4)[f"checkpoint {family}"]
     result = results(world)[f"checkpoint {family}"]
-    assert result["progress"] == {"step": 5, "export_dtype": "float32"}
+    assert result["progress"] == {"step": 3, "export_dtype": "float32"}
     assert result["random_again"] == whole["random"][:world]
     has_adapters = family == "lora"
     plain = plain_training(folder / ("qwen3" if has_adapters else family), lora=has_adapters)
     uninterrupted = column(whole["uninterrupted"], "loss")
-    assert worst(uninterrupted, plain.losses[5:10]) < LOSS_BOUND
+    assert worst(uninterrupted, plain.losses[3:6]) < LOSS_BOUND
     assert worst(column(result["resumed"], "loss"), uninterrupted) < LOSS_BOUND
     if world == 4:
         assert result["resumed"] == whole["uninterrupted"]
@@ -148,12 +148,12 @@ def test_resume_on_any_number_of_ranks(results, folder, family, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("world, family", family_params(4))
 def test_checkpoint_appears_complete(results, folder, world, family):
-    """From its first moment step_00000005 has all its files, of the size that a dry run reports."""
+    """From its first moment step_00000003 has all its files, of the size that a dry run reports."""
     listings = results(world)[f"checkpoint {family}"]["published"]
     assert len(listings) == 1, "it changed after it had appeared"
     names = {name for name, size in listings[0] if size > 0}
     assert {f"weights/__{rank}_0.distcp" for rank in range(4)} <= names
-    weights = folder / f"checkpoints_{family}" / "step_00000005" / "weights"
+    weights = folder / f"checkpoints_{family}" / "step_00000003" / "weights"
     written = tensor_bytes(FileSystemReader(weights).read_metadata())
     settings = [f"model.path={folder / family}"]
     if family == "lora":
@@ -174,7 +174,7 @@ def test_export(results, folder, tmp_path, world, family):
     assert change[0].abs().max() > 0.1, "training changed nothing"
     assert AutoTokenizer.from_pretrained(exported)("a b a").input_ids == [1, 2, 1]
 
-    checkpoint = folder / f"checkpoints_{family}" / "step_00000010"
+    checkpoint = folder / f"checkpoints_{family}" / "step_00000006"
     export(checkpoint, tmp_path / "offline", fresh=True)
     online = load_file(exported / "model.safetensors")
     offline = load_file(tmp_path / "offline" / "model.safetensors")
@@ -194,7 +194,7 @@ def test_export_of_an_adapter(results, folder, tmp_path):
     """peft computes with it what the engine did; so does the merged offline export."""
     results(4)
     exported = folder / "hf_lora"
-    checkpoint = folder / "checkpoints_lora" / "step_00000010"
+    checkpoint = folder / "checkpoints_lora" / "step_00000006"
     asked = load_file(folder / "4 checkpoint lora.safetensors")["asked"]
     base = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32)
     PeftModel.from_pretrained(base, exported).merge_and_unload().save_pretrained(
@@ -313,7 +313,7 @@ HARMS = {
     "a bit of rank 3's part": lambda path: flip_bit(path / "weights" / "__3_0.distcp"),
     "a bit of .metadata": lambda path: flip_bit(path / "weights" / ".metadata"),
     "a bit of the tokenizer": lambda path: flip_bit(path / "hf" / "tokenizer.json"),
-    "the step": lambda path: rewrite(path / "trainer.json", '"step": 10', '"step": 11'),
+    "the step": lambda path: rewrite(path / "trainer.json", '"step": 6', '"step": 7'),
     "a checksum": lambda path: rewrite(
         path / "trainer.json", '"weights/__1_0.distcp": "', '"weights/__1_0.distcp": "0'
     ),
@@ -345,7 +345,7 @@ def harmed(folder: Path, device: torch.device) -> dict:
         directory = folder / "harmed" / name
         if dist.get_rank() == 0:
             shutil.copytree(folder / "checkpoints_llama", directory)
-            harm(directory / "step_00000010")
+            harm(directory / "step_00000006")
         dist.barrier()
         here = Checkpointer(directory, 2, False)
         elsewhere = Checkpointer(folder / "empty", 2, False)
@@ -355,7 +355,7 @@ def harmed(folder: Path, device: torch.device) -> dict:
         }
         dist.barrier()
         try:
-            result["named"] = elsewhere.find(str(directory / "step_00000010")) and "found"
+            result["named"] = elsewhere.find(str(directory / "step_00000006")) and "found"
         except InputError as error:
             result["named"] = str(error)
         result |= {
@@ -367,7 +367,7 @@ def harmed(folder: Path, device: torch.device) -> dict:
             "agreed": len(set(gather(str(result)))) == 1,
         }
     if dist.get_rank() == 0:
-        flip_bit(directory / "step_00000005" / "hf" / "config.json")
+        flip_bit(directory / "step_00000003" / "hf" / "config.json")
     dist.barrier()
     try:
         here.find("auto")
@@ -382,22 +382,22 @@ def harmed(folder: Path, device: torch.device) -> dict:
 def test_a_damaged_checkpoint_is_passed_over_and_kept(results, name):
     """4 ranks have written it in the background, 2 ranks verify it."""
     result = results(2)["harmed"][name]
-    before = ["latest", "step_00000005", "step_00000010"]
+    before = ["latest", "step_00000003", "step_00000006"]
     whole = name not in HARMS
     assert result["agreed"]
     assert result["untouched"] == before
-    newest_intact = "step_00000010" if whole else "step_00000005"
+    newest_intact = "step_00000006" if whole else "step_00000003"
     assert result["dry"] == newest_intact
     assert result["found"] == newest_intact
-    assert result["left"] == (before if whole else [*before[:2], "step_00000010.damaged"])
+    assert result["left"] == (before if whole else [*before[:2], "step_00000006.damaged"])
     assert result["latest"] == result["found"] + "\n"
     if whole:
         assert result["named"] == "found"
     elif name in ("no trainer.json", "a file in its place"):
         assert result["named"] is None, "no checkpoint at all"
     else:
-        assert "step_00000010" in result["named"]
-        assert "step_00000005 is intact" in result["named"]
+        assert "step_00000006" in result["named"]
+        assert "step_00000003 is intact" in result["named"]
         assert "damaged" in result["named"]
 
 
@@ -407,7 +407,7 @@ def test_without_an_intact_checkpoint_nothing_begins_anew(results):
     first, second = results(2)["harmed"]["both"]
     assert first == second
     assert (
-        "step_00000005 is damaged: hf/config.json has changed since it was written; no other"
+        "step_00000003 is damaged: hf/config.json has changed since it was written; no other"
         in first
     )
 
