@@ -18,6 +18,9 @@ from engines.model.lengths import keep_short_frequencies
 from engines.model.quirks import BIDIRECTIONAL, config_json_fix
 
 OTHER_ATTENTION = "transformers implements it only with"
+# (class, configuration, whether sequences are packed) of the models that have passed the checks. An
+# actor, a critic and a reference are often the same model, and a run checks each of them twice.
+PASSED: set[tuple[str, str, bool]] = set()
 # Shapes of masks for four tokens. On the meta device, some models accept only the first shape,
 # others only the second.
 MASK_SHAPES = ((1, 1, 4, 4), (1, 4))
@@ -71,13 +74,18 @@ def check_forward_pass(hf: nn.Module, config: DictConfig) -> None:
     Args:
         hf: the model on the meta device.
     """
+    is_packed = config.engine.use_remove_padding or shares_sequences(config.engine)
+    key = (type(hf).__name__, hf.config.to_json_string(use_diff=False), is_packed)
+    if key in PASSED:
+        return
     decoder = hf.get_decoder()
     # This implementation of experts works on the meta device.
     decoder.config._experts_implementation = "batched_mm"
     keep_short_frequencies(hf)
     reject_randomness_and_failure(hf, config, plain_pass(hf))
-    if config.engine.use_remove_padding or shares_sequences(config.engine):
+    if is_packed:
         check_packed_sequences(hf, config)
+    PASSED.add(key)
 
 
 def plain_pass(hf: nn.Module) -> PlainPass:

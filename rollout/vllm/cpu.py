@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def free_shared_memory(ranks: Sequence[int], tp_rank: int) -> None:
@@ -16,6 +17,21 @@ def free_shared_memory(ranks: Sequence[int], tp_rank: int) -> None:
     name = "-".join(map(str, ranks))
     for file in Path("/dev/shm").glob(f"*-tp:*-[[]{name}]-cpushm_{tp_rank}"):
         file.unlink(missing_ok=True)
+
+
+def skip_ranks_of_tokens() -> None:
+    """Keep vLLM's sampler from computing each sampled token's rank by likelihood.
+
+    These ranks are not used. Their function is compiled by every process, which takes a second, and
+    the first time on a machine ten.
+    """
+    # vLLM-private: the sampler computes ranks along with log-probabilities; no option avoids it.
+    from vllm.v1.sample import sampler
+
+    def no_ranks(log_probs: Tensor, log_probs_of_tokens: Tensor) -> Tensor:
+        return torch.zeros(len(log_probs), dtype=torch.int64)
+
+    sampler.batched_count_greater_than = no_ranks
 
 
 def keep_plain_weights() -> None:

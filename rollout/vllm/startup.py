@@ -56,6 +56,7 @@ def prepare_cpu(config: DictConfig, shares_base: bool) -> None:
     replica, tp_rank = divmod(dist.get_rank(), tp_size)
     ranks = range(replica * tp_size, (replica + 1) * tp_size)
     cpu.free_shared_memory(ranks, tp_rank)
+    cpu.skip_ranks_of_tokens()
     if shares_base:
         cpu.keep_plain_weights()
 
