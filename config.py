@@ -14,7 +14,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from configs import packages
 
@@ -63,10 +63,10 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
     """
     try:
         base = read_defaults(CONFIGS / defaults)
-        every_key = flatten(base) | flatten(engine_defaults(base.model_engine))
-        layers, problems = read_layers(arguments, every_key)
-        known = OmegaConf.merge(base, engine_defaults(choose_engine([base, *layers])))
-        known_keys = flatten(known)
+        layers, problems = read_layers(arguments, default_keys(defaults, base.model_engine))
+        engine = choose_engine([base, *layers])
+        known = merged_defaults(defaults, engine)
+        known_keys = default_keys(defaults, engine)
         for layer in layers:
             problems += key_problems(layer, known_keys)
         raise_all(problems)
@@ -107,6 +107,18 @@ def engine_defaults(model_engine: str) -> DictConfig:
     if model_engine not in engines:
         raise InputError(f"model_engine={model_engine} must be one of {', '.join(engines)}")
     return read_defaults(engines[model_engine])
+
+
+@cache
+def merged_defaults(defaults: str, model_engine: str) -> DictConfig:
+    """Return the defaults of a script with those of an engine. Do not change the result."""
+    return OmegaConf.merge(read_defaults(CONFIGS / defaults), engine_defaults(model_engine))
+
+
+@cache
+def default_keys(defaults: str, model_engine: str) -> dict:
+    """Return the keys of merged_defaults(), flattened. Do not change the result."""
+    return flatten(merged_defaults(defaults, model_engine))
 
 
 def choose_engine(layers: list[DictConfig]) -> str:
