@@ -1,5 +1,6 @@
 """Show failures at once, keep `make quick` free of torchrun, and launch no case twice."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Threads would mostly wait for each other: tensors are small, and several tests run at once.
     # Torch reads this when it is imported, which is later.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Imports make no garbage, but millions of objects, through which the collector would look again
+    # and again: first while tests are collected, and then in each of them.
+    gc.disable()
+    gc.set_threshold(20_000, 20, 20)
     is_worker = hasattr(config, "workerinput")
     if not is_worker:
         config.pluginmanager.register(ShowFailures(config))
@@ -37,6 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests.support.scheduling import is_long
 
     items.sort(key=lambda item: not is_long(item.nodeid.partition("::")[0]))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # otherwise extensions would report leaks
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -108,7 +108,7 @@ def chat(question, answer):
 def results(folder):
     @functools.cache
     def of(world):
-        launch(world, "tests/data/images_worker.py", folder, fresh=True)
+        launch(world, "tests/data/images_worker.py", folder)
         return json.loads((folder / f"{world}.json").read_text())
 
     return of

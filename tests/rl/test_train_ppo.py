@@ -715,6 +715,7 @@ def test_ctrl_c_before_the_signals_are_heeded_says_nothing(assets, tmp_path):
             ),
         ],
         tmp_path / "log",
+        fresh=True,
     )
     wait_for((tmp_path / "up").exists, process)
     process.send_signal(signal.SIGINT)

@@ -23,7 +23,7 @@ KILLS = {
 
 def torchrun(log: Path, arguments: list) -> subprocess.Popen:
     """Start a run on two ranks."""
-    return start([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *arguments], log)
+    return start([*TORCHRUN, "--standalone", "--nproc-per-node", "2", *arguments], log, fresh=True)
 
 
 def descendants(process: subprocess.Popen) -> list[psutil.Process]:

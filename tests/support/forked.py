@@ -5,8 +5,8 @@
 
 Importing these packages takes longer than most test runs. The server imports them once. For every
 folder named on standard input it forks and runs the command in the folder's `request.json`. The
-command's output goes to `stdout` and `stderr` in the folder; its exit code goes to `code`, last,
-after every process that it started has ended.
+command's output goes to `stdout` and `stderr` in the folder, and its process's number to `command`.
+Its exit code goes to `code`, last, after every process that it started has ended.
 
 The repository's own modules are imported again by each command. Three things differ from a fresh
 interpreter: strings hash alike in all ranks and runs, more submodules of other packages may be
@@ -40,8 +40,10 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 def serve(*modules: str) -> None:
     """Import these modules, then fork for every folder named on standard input."""
     environment_before = dict(os.environ)
+    gc.disable()  # imports make no garbage
     for name in modules:
         importlib.import_module(name)
+    gc.enable()
     # Some packages set variables of the environment when they are imported.
     set_by_imports = {
         name: value for name, value in os.environ.items() if environment_before.get(name) != value
@@ -53,6 +55,9 @@ def serve(*modules: str) -> None:
     replace_exit_functions()
     os.register_at_fork(after_in_child=np.random.seed)
     gc.freeze()
+    # vLLM unfreezes everything when it shuts down. A command would look through all objects of the
+    # server again, and so copy the memory that it shares with it.
+    gc.unfreeze = lambda: None
     sys.stdout.flush()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the watchers
     for line in sys.stdin:
@@ -101,6 +106,8 @@ def watch(folder: Path, set_by_imports: dict[str, str]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     write_number(folder / "watcher", os.getpid())
     pid = os.fork()
+    if pid > 0:
+        write_number(folder / "command", pid)
     if pid == 0:
         request = json.loads((folder / "request.json").read_text())
         environment = {**set_by_imports, **request["env"]}
@@ -121,6 +128,8 @@ def write_number(file: Path, number: int) -> None:
 
 def run_request(folder: Path, command: list[str], cwd: str, env: dict[str, str]) -> None:
     """Turn this process into `python *command`, and exit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

@@ -1,8 +1,8 @@
 """Start scripts on one rank or several, end them, and read the files they leave.
 
-`start()` starts a command as a user would. `run()` and `launch()` wait for it to end; unless told
-to use a fresh interpreter, they fork it off one that has already imported torch
-(tests/support/forked.py), which saves 10 to 20 seconds per command.
+`start()` starts a command; `run()` and `launch()` wait for it to end. Unless told to use a fresh
+interpreter, they fork it off one that has already imported torch (tests/support/forked.py), which
+saves 10 to 20 seconds per command.
 """
 
 import json
@@ -29,6 +29,8 @@ from tests.support import metric_names
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+# Environment variables that no import reads, so that commands with their own values can be forked.
+READ_WHEN_USED = {"PYTHONPATH", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"}
 # Seconds. Most runs take one or two minutes; all cases of an engine together take ten.
 LIMIT = 900
 LONG_LIMIT = 2400
@@ -45,12 +47,17 @@ TRAINING = (
     "data.dataset",
     "data.prompts",
     "matplotlib.pyplot",
+    "matplotlib.backends.backend_agg",
+    "transformers.models.qwen3.modeling_qwen3",
 )
 ROLLOUT = (
     *TRAINING,
     "rollout.vllm.engine",
     "vllm.entrypoints.llm",
     "vllm.v1.worker.cpu_worker",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.models.qwen2",
     "compressed_tensors.compressors",
@@ -195,29 +202,87 @@ def fork_to_end(
     command: list[str], modules: tuple[str, ...], cwd: Path, env: dict[str, str], timeout: float
 ) -> subprocess.CompletedProcess:
     """Run a command to its end in a fork of an interpreter that has imported `modules`."""
-    deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        code_file = folder / "code"
         (folder / "stdout").touch()
         (folder / "stderr").touch()
-        request = {"command": command[1:], "cwd": str(cwd), "env": env}
-        (folder / "request.json").write_text(json.dumps(request))
-        server = send_request(modules, folder)
+        process = Fork(command, modules, cwd, env, folder)
+        ended = True
         try:
-            while not code_file.exists() and time.monotonic() < deadline:
-                assert server.poll() is None, f"the fork server ended with code {server.returncode}"
-                time.sleep(0.02)
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            ended = False
         finally:
-            ended = code_file.exists()
-            if not ended:
-                stop_fork(folder)
+            if process.poll() is None:
+                process.stop()
         out = (folder / "stdout").read_text()
         err = (folder / "stderr").read_text()
         if not ended:
             err += f"\nstopped after {timeout} s"
-        code = int(code_file.read_text()) if ended else None
-        return subprocess.CompletedProcess(command, code, out, err)
+        return subprocess.CompletedProcess(command, process.poll() if ended else None, out, err)
+
+
+class Fork:
+    """A command in a fork of an interpreter that has imported `modules`, used like a Popen.
+
+    Attributes:
+        folder: of the request; see tests/support/forked.py. It holds the files stdout and stderr.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        modules: tuple[str, ...],
+        cwd: Path,
+        env: dict[str, str],
+        folder: Path,
+    ):
+        self.args = command
+        self.folder = folder
+        request = {"command": command[1:], "cwd": str(cwd), "env": env}
+        (folder / "request.json").write_text(json.dumps(request))
+        self.server = send_request(modules, folder)
+
+    @property
+    def pid(self) -> int:
+        """The number of the command's process, which exists soon after the request."""
+        file = self.folder / "command"
+        while not file.exists():
+            time.sleep(0.002)
+        return int(file.read_text())
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the command or a process it started is running."""
+        file = self.folder / "code"
+        if file.exists():
+            return int(file.read_text())
+        code = self.server.poll()
+        assert code is None, f"the fork server ended with code {code}"
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (timeout or LIMIT)
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.02)
+        return self.poll()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        """End the command and all its descendants."""
+        watcher_file = self.folder / "watcher"
+        if not watcher_file.exists():
+            return
+        watcher = psutil.Process(int(watcher_file.read_text()))
+        descendants = watcher.children(recursive=True)
+        if descendants:
+            descendants[0].terminate()  # torchrun ends its ranks
+        _, alive = psutil.wait_procs(descendants, SECONDS_TO_END)
+        for process in alive:
+            process.kill()
 
 
 def send_request(modules: tuple[str, ...], folder: Path) -> subprocess.Popen:
@@ -227,20 +292,6 @@ def send_request(modules: tuple[str, ...], folder: Path) -> subprocess.Popen:
         server.stdin.write(f"{folder}\n")
         server.stdin.flush()
     return server
-
-
-def stop_fork(folder: Path) -> None:
-    """End the command of a request and all its descendants."""
-    watcher_file = folder / "watcher"
-    if not watcher_file.exists():
-        return
-    watcher = psutil.Process(int(watcher_file.read_text()))
-    descendants = watcher.children(recursive=True)
-    if descendants:
-        descendants[0].terminate()  # torchrun ends its ranks
-    _, alive = psutil.wait_procs(descendants, SECONDS_TO_END)
-    for process in alive:
-        process.kill()
 
 
 def launch(
@@ -277,10 +328,10 @@ def run(
 ) -> subprocess.CompletedProcess:
     """Run a command to its end and assert its exit code.
 
-    A command with environment variables of its own (other than PYTHONPATH) is never forked: the
+    A command with environment variables of its own (other than READ_WHEN_USED) is never forked: the
     imports that it would share may have read them.
     """
-    needs_own_imports = bool(env.keys() - {"PYTHONPATH"})
+    needs_own_imports = bool(env.keys() - READ_WHEN_USED)
     done = run_to_end(command, cwd, environment(**env), LIMIT, fresh or needs_own_imports)
     assert done.returncode == returncode, (done.stdout + done.stderr)[-9000:]
     return done
@@ -304,21 +355,36 @@ def heed_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def start(command: list, log: Path, **env: str) -> subprocess.Popen:
-    """Start a command as a user does, in a fresh interpreter; `log` receives its output."""
-    QuickGuard.check([str(word) for word in command])
+def start(command: list, log: Path, fresh: bool = False, **env: str) -> subprocess.Popen | Fork:
+    """Start a command to which the test sends signals; `log` receives its output.
+
+    It is forked like those of `run`, unless it has environment variables of its own.
+    """
+    command = [str(word) for word in command]
+    QuickGuard.check(command)
+    own_environment = environment(**env)
+    script = script_of(command, ROOT, own_environment) if CAN_FORK else None
+    if script is not None and not fresh and not env.keys() - READ_WHEN_USED:
+        folder = log.with_name(f"{log.name}.fork")
+        folder.mkdir()
+        log.write_text("")
+        (folder / "stdout").symlink_to(log)
+        (folder / "stderr").symlink_to(log)
+        return Fork(command, modules_of(script), ROOT, own_environment, folder)
     with open(log, "w") as file:
         return subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment(**env),
+            env=own_environment,
             stdout=file,
             stderr=subprocess.STDOUT,
             preexec_fn=heed_signals,
         )
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds=LIMIT) -> None:
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen | Fork, seconds=LIMIT
+) -> None:
     """Wait until `condition()` holds while `process` is alive."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -327,7 +393,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen, seconds=L
         time.sleep(0.002)
 
 
-def kill_all(process: subprocess.Popen) -> None:
+def kill_all(process: subprocess.Popen | Fork) -> None:
     """Send SIGKILL to every rank and to torchrun at once, as if the node went down."""
     parent = psutil.Process(process.pid)
     for member in [*parent.children(recursive=True), parent]:
