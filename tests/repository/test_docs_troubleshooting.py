@@ -6,6 +6,7 @@ are compared here with the texts in the code.
 
 import ast
 import re
+from functools import cache
 
 import pytest
 
@@ -28,21 +29,19 @@ SHORTEST_PART = 5
 MOST_SPACES_IN_A_VALUE = 3
 
 
-def fixed_parts() -> set[str]:
-    """Return the parts between the values of every string of the product."""
+@cache
+def fixed_parts() -> list[str]:
+    """Return the parts between the values of every string of the product, the longest first."""
     parts = set()
     for path in PRODUCT:
         for node in ast.walk(ast.parse(path.read_text())):
             is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
             if is_text and len(node.value) >= SHORTEST_PART:
                 parts.add(node.value)
-    return parts
+    return sorted(parts, key=len, reverse=True)
 
 
-PARTS = sorted(fixed_parts(), key=len, reverse=True)
-
-
-def unknown_parts(message: str, known: list[str] = PARTS) -> list[str]:
+def unknown_parts(message: str, known: list[str]) -> list[str]:
     """Return the parts of a message that are neither texts of the code nor values."""
     rest = message
     for pattern in FROM_LIBRARIES:
@@ -54,13 +53,13 @@ def unknown_parts(message: str, known: list[str] = PARTS) -> list[str]:
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_quoted_message_is_one_of_the_code(message):
-    assert unknown_parts(message) == []
+    assert unknown_parts(message, fixed_parts()) == []
 
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_change_of_the_message_in_the_code_would_be_found(message):
-    longest = next(part for part in PARTS if part in message)
-    assert unknown_parts(message, [part for part in PARTS if part not in longest]) != []
+    longest = next(part for part in fixed_parts() if part in message)
+    assert unknown_parts(message, [p for p in fixed_parts() if p not in longest]) != []
 
 
 def test_the_page_has_at_least_twenty_problems():

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -134,7 +135,9 @@ def imports(path: Path) -> set[Path]:
     return files - {path}
 
 
-IMPORTS = {path: imports(path) for path in PRODUCT}
+@cache
+def all_imports() -> dict[Path, set[Path]]:
+    return {path: imports(path) for path in PRODUCT}
 
 
 def room_of(path: Path) -> str:
@@ -142,7 +145,7 @@ def room_of(path: Path) -> str:
 
 
 def test_imports_go_one_way():
-    for path, imported in IMPORTS.items():
+    for path, imported in all_imports().items():
         assert not imported & PROGRAMS, f"{relative(path)} imports a program"
         is_program = path in PROGRAMS
         level = SCRIPT_LEVEL if is_program else LEVELS.get(room_of(path), SCRIPT_LEVEL)
@@ -153,7 +156,7 @@ def test_imports_go_one_way():
 
 
 def test_the_two_engines_do_not_know_each_other():
-    for path, imported in IMPORTS.items():
+    for path, imported in all_imports().items():
         for engine, other_engine in (("fsdp", "megatron"), ("megatron", "fsdp")):
             if path.parent.name == engine:
                 names = [relative(p) for p in imported if p.parent.name == other_engine]
@@ -161,7 +164,7 @@ def test_the_two_engines_do_not_know_each_other():
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    remaining = dict(IMPORTS)
+    remaining = dict(all_imports())
     while True:
         free = [path for path in remaining if not remaining[path] & remaining.keys()]
         if not free:

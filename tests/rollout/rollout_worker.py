@@ -34,6 +34,7 @@ from tests.rollout.launches import (
     MAX_TOKENS,
     NUM_UPDATES,
     SMALL_MICRO_BATCHES,
+    WITH_CRITIC,
     Launch,
     error_of,
     make_config,
@@ -76,6 +77,7 @@ def main(folder: Path, name: str) -> None:
     results["cached prompt"] = cached_prompt(rollout, engine)
     if case.tp == 1:
         results["rounded"] = rounded(folder, case, rollout)
+    if name in WITH_CRITIC:
         results["critic"] = critic_cases.run(folder, name)
     if dist.get_rank() == 0:
         (folder / f"{name}.json").write_text(json.dumps(results))

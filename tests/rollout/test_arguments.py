@@ -14,7 +14,6 @@ from rollout.vllm import adapters, speculation, startup
 from rollout.vllm.arguments import MAX_PREFILL_TOKENS, Host, engine_arguments
 from rollout.vllm.capacity import max_num_seqs
 from rollout.vllm.sampling import validation_sampling
-from rollout.vllm.scheduler import ClosedBatchScheduler
 from rollout.vllm.versions import SUPPORTED
 from tests.support.models import make_model
 
@@ -55,6 +54,8 @@ def test_a_cpu_has_no_graphs_and_no_sleep_mode(folder):
 
 def test_all_arguments_of_a_dense_model_on_a_cpu(folder):
     """A key that is missing here would be vLLM's default."""
+    from rollout.vllm.scheduler import ClosedBatchScheduler  # imports vLLM, which takes seconds
+
     settings = ["trainer.seed=4294967299", "rollout.tensor_parallel_size=2", "rollout.stop=[Q]"]
     settings += ["rollout.kv_cache_gib=0.5", "data.max_prompt_length=9000", "rollout.n=3"]
     settings += ["data.train_batch_size=4", "engine.compute_dtype=float32"]
@@ -194,6 +195,8 @@ def test_validation_counts_only_with_validation_files_and_follows_rollout(folder
 
 @pytest.mark.parametrize("version", SUPPORTED)
 def test_a_gpu_has_graphs_and_sleeps(folder, version):
+    from rollout.vllm.scheduler import ClosedBatchScheduler
+
     config = make_config(folder / "dense", "rollout.max_num_seqs=700", "rollout.top_k=5")
     arguments = engine_arguments(config, make_host("cuda", version), False)
     assert arguments["enforce_eager"] is False

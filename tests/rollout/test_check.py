@@ -8,7 +8,7 @@ from data.batching.batch import Batch, make_cu_seqlens
 from engines.check import Reference, check_vllm
 from tests.support.models import make_model
 
-pytestmark = pytest.mark.usefixtures("process_group")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_group")]
 
 NUM_TOKENS = 5000  # more than positions of the models, so that vLLM refuses them at once
 

@@ -5,13 +5,13 @@ import torch
 from safetensors import safe_open
 
 from tests.rollout.critic_cases import CRITIC_STEPS, make_returns
-from tests.rollout.launches import LAUNCHES, ONE_REPLICA_PER_RANK
+from tests.rollout.launches import LAUNCHES, WITH_CRITIC
 from tests.support.cases import launch_params, needs
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=launch_params(LAUNCHES, ONE_REPLICA_PER_RANK))
+@pytest.fixture(params=launch_params(LAUNCHES, WITH_CRITIC))
 def name(request):
     return request.param
 
