@@ -48,9 +48,9 @@ SETTINGS = [
 SAMPLING = {
     "sampled": {"top_k": -1},
     "greedy": {"temperature": 0.0, "top_k": -1},
+    "top_k": {},
     "top_p": {"top_p": 0.7, "top_k": -1},
     "min_p": {"min_p": 0.05, "top_k": -1, "temperature": 0.8},
-    "top_k": {},
     "short": {"max_tokens": 1, "top_k": -1},
     "whole_blocks": {"max_tokens": BLOCK, "top_k": -1},
 }
@@ -69,7 +69,7 @@ def main(model: str, result: Path, num_rounds: int, *settings: str) -> None:
         push(rollout, engine)
         name = list(SAMPLING)[number % len(SAMPLING)]
         results[f"{number} {name}"] = compare(rollout, config, SAMPLING[name], number)
-        if number + 1 == len(SAMPLING):
+        if number + 1 == num_rounds // 2:
             schedule_asynchronously(rollout)
     if dist.get_rank() == 0:
         result.write_text(json.dumps(results))

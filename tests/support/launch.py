@@ -64,8 +64,9 @@ ROLLOUT = (
 )
 MEGATRON = (*TRAINING, "engines.megatron.engine")
 GENERATES = re.compile(
-    r"train_ppo|/(rollout|rollout_images|scheduler|speculation|adapters)_worker|"
-    r"/(generation_profile|speculative_h200|weight_sync_h200)"
+    r"train_ppo|rollout\.episodes\.try|engines\.check|"
+    r"/(rollout|rollout_images|episodes|scheduler|speculation|adapters)_worker|"
+    r"/(episodes_gpu|generation_profile|speculative_h200|weight_sync_h200)"
 )
 # On a machine with a GPU, importing torch starts threads, which a fork would lack.
 CAN_FORK = shutil.which("nvidia-smi") is None
