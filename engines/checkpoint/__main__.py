@@ -10,6 +10,7 @@ becomes a model directory.
 """
 
 import sys
+import warnings
 from pathlib import Path
 
 from config import InputError
@@ -24,12 +25,16 @@ def main(arguments: list[str]) -> None:
     if not is_export or options not in ([], ["--merge"]):
         exit_with_usage(__doc__, arguments)
     out = Path(arguments[2])
+    # One process reads the checkpoint, as intended.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         checkpoint = find_checkpoint(Path(arguments[1]))
         export_checkpoint(checkpoint, out, merge=bool(options))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    is_adapter = (out / "adapter_config.json").is_file()
+    print(f"{'adapter' if is_adapter else 'model'}: {out}")
 
 
 if __name__ == "__main__":

@@ -123,6 +123,9 @@ def test_a_run_exports_its_model_and_a_report(results, docs_folder, out):
 @pytest.mark.parametrize("out", ["exported", "merged"])
 def test_a_checkpoint_is_exported(results, docs_folder, out):
     assert (docs_folder / out / "model.safetensors").is_file()
+    exports = [done for command, done in results.items() if f" {out}" in command]
+    assert exports[0].stdout.splitlines()[-1] == f"model: {out}"
+    assert "Warning" not in exports[0].stderr
 
 
 @pytest.mark.slow
@@ -130,6 +133,8 @@ def test_a_checkpoint_is_exported(results, docs_folder, out):
 def test_an_adapter_is_exported(results, docs_folder, out):
     assert (docs_folder / out / "adapter_model.safetensors").is_file()
     assert (docs_folder / out / "adapter_config.json").is_file()
+    export = f"{EXPORT} runs/adapters/checkpoints/step_00000500 adapter"
+    assert results[export].stdout.splitlines()[-1] == "adapter: adapter"
 
 
 @pytest.mark.slow
