@@ -1,8 +1,8 @@
-"""A tiny model that calls the tool add(2, 3) where tools are offered, and then answers.
+"""A tiny model that calls the tool add after a message that ends with 3, and otherwise answers.
 
-Weights that are random would never write a tool call, so this one is trained for seconds on made-up
-conversations. Their texts are random tokens: the reply depends only on whether the conversation
-has tools, and the result of one.
+Random weights would never write a tool call, so this model is trained for seconds. Its prompts are
+random tokens, of which only the end matters. So it replies in the same way to all clients, however
+they describe a tool.
 """
 
 import random
@@ -61,7 +61,7 @@ LONGEST_TEXT = 250  # tokens
 
 
 def make_calling_model(folder: Path) -> None:
-    """Train the model, and write it with its tokenizer. It takes about 15 seconds."""
+    """Train the model, and write it with its tokenizer. This takes about 8 seconds on a CPU."""
     tokenizer = make_tokenizer(TEMPLATE, control=TOKENS)
     end_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     torch.manual_seed(0)
@@ -86,6 +86,7 @@ def make_calling_model(folder: Path) -> None:
 
 
 def train(model: nn.Module, tokenizer) -> None:
+    """Train the model to give each of REPLIES where it belongs."""
     rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, NUM_STEPS)
@@ -106,9 +107,9 @@ def train(model: nn.Module, tokenizer) -> None:
 
 def make_turn(rng: random.Random, tokenizer) -> tuple[list[int], list[int]]:
     """Return the tokens of a prompt and of its reply."""
-    ends = rng.choice(list(REPLIES))
+    end = rng.choice(list(REPLIES))
     plain_ids = range(len(SPECIAL), len(tokenizer) - len(TOKENS))
     length = int(LONGEST_TEXT ** rng.random())
     text = rng.choices(plain_ids, k=length)
-    prompt = text + tokenizer.encode(ends + PROMPT_END)
-    return prompt, tokenizer.encode(REPLIES[ends])
+    prompt = text + tokenizer.encode(end + PROMPT_END)
+    return prompt, tokenizer.encode(REPLIES[end])

@@ -14,6 +14,8 @@ import sys
 import tempfile
 import time
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,8 +121,9 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start_echo_server(folder: Path, port: int) -> subprocess.Popen:
-    """Start OpenEnv's echo environment as the page does."""
+@contextmanager
+def echo_server(folder: Path, port: int) -> Iterator[None]:
+    """Run OpenEnv's echo environment as the page does."""
     bin_folder = environment(CLIENTS["OpenEnv"].packages) / "bin"
     install([bin_folder / "openenv", "init", "echo_env", "--output-dir", folder])
     app = folder / "echo_env/server/app.py"
@@ -131,12 +134,16 @@ def start_echo_server(folder: Path, port: int) -> subprocess.Popen:
         stdout=(folder / "server.log").open("w"),
         stderr=subprocess.STDOUT,
     )
-    deadline = time.monotonic() + SECONDS
-    while not is_open(port):
-        assert server.poll() is None, (folder / "server.log").read_text()
-        assert time.monotonic() < deadline, "the echo server does not start"
-        time.sleep(0.1)
-    return server
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not is_open(port):
+            assert server.poll() is None, (folder / "server.log").read_text()
+            assert time.monotonic() < deadline, "the echo server does not start"
+            time.sleep(0.1)
+        yield
+    finally:
+        server.terminate()
+        server.wait(SECONDS)
 
 
 def is_open(port: int) -> bool:
@@ -164,15 +171,12 @@ def episodes(tmp_path_factory) -> dict:
         row = {"prompt": client.prompt, "answer": "5"}
         clients[name] = {"settings": settings, "row": row}
     (folder / "clients.json").write_text(json.dumps(clients))
-    server = start_echo_server(folder, port)
-    with pytest.MonkeyPatch.context() as patch:
+    with echo_server(folder, port), pytest.MonkeyPatch.context() as patch:
         # For verifiers, as the page says.
         bin_folder = environment(VERIFIERS) / "bin"
         patch.setenv("PATH", str(bin_folder), prepend=os.pathsep)
         patch.setenv("PYTHONPATH", str(folder))
         launch(1, "tests/repository/clients_worker.py", folder)
-    server.terminate()
-    server.wait(SECONDS)
     return json.loads((folder / "episodes.json").read_text())
 
 
