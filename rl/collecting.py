@@ -75,13 +75,15 @@ class PartialSource:
     config: DictConfig
     sampler: PartialSampler
     respond: Callable[[Request], Samples]
-    report_failures: Callable[[Samples], None]
+    report_failures: Callable[[Samples, int, int], None]
     version: int
     profiler: Profiler
 
     def draw(self, num_groups: int, first_group: int) -> Samples:
         request, samples = self.sampler.draw(num_groups, self.version, first_group, self.profiler)
-        self.report_failures(samples)
+        counts = self.sampler.counts
+        num_earlier = counts.failed - len(samples.failures)
+        self.report_failures(samples, counts.graded, num_earlier)
         return with_baselines(self.config, self.respond, request, samples)
 
     def end_step(self) -> dict[str, float]:
@@ -137,7 +139,7 @@ def with_baselines(
     if "baseline" not in inputs_read(config, "adv_estimator"):
         return samples
     greedy_sampling = OmegaConf.merge(config.rollout, {"temperature": 0.0, "n": 1})
-    greedy = respond(replace(request, sampling=greedy_sampling))
+    greedy = respond(replace(request, sampling=greedy_sampling, max_failures=None))
     return samples.with_baseline(replace(greedy, scores=penalized_scores(config, greedy)))
 
 

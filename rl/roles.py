@@ -219,14 +219,21 @@ class Roles:
         self._report_failures(step, samples)
         return samples
 
-    def _report_failures(self, step: int, samples: Samples) -> None:
-        """Append the responses that could not be graded to failures.jsonl.
+    def _report_failures(
+        self, step: int, samples: Samples, num_drawn: int | None = None, num_earlier: int = 0
+    ) -> None:
+        """Append the responses of a draw that could not be graded to failures.jsonl.
+
+        num_drawn: the responses of the step so far; None: those of this draw. num_earlier: the
+        failures of the step's earlier draws.
 
         Raises InputError if there are too many of them.
         """
         if dist.get_rank() == 0:
             append_failures(samples, Path(self.config.output_dir) / "failures.jsonl", step)
-        check_failures(samples.failures, samples.num_drawn, self.config.reward.max_failure_rate)
+        max_failure_rate = self.config.reward.max_failure_rate
+        num_drawn = samples.num_drawn if num_drawn is None else num_drawn
+        check_failures(samples.failures, num_drawn, max_failure_rate, num_earlier)
 
     def collect(
         self, dataset, rows_of_batch: RowsOfBatch, batch_index: int, step: int

@@ -42,6 +42,8 @@ class Request:
                  number among the responses to this row, on any number of ranks
     first_group  the number of the first group
     section      the section that `sampling` comes from, for messages about its values
+    max_failures  grading stops when more responses have failed; None: as many as the sampler's
+                 max_failure_rate permits for these rows
     """
 
     dataset: PromptDataset
@@ -50,6 +52,7 @@ class Request:
     seed: tuple[int, ...]
     first_group: int = 0
     section: str = "rollout"
+    max_failures: float | None = None
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,9 @@ class Sampler:
         )
         items = [(prompt.text, text, prompt.row) for prompt, text in zip(prompts, texts)]
         groups = assignment.position[index].tolist()
-        max_failures = self.max_failure_rate * len(assignment.owner)
+        max_failures = request.max_failures
+        if max_failures is None:
+            max_failures = self.max_failure_rate * len(assignment.owner)
         results = self.grader.grade(items, groups, max_failures)
         agree_on_parts(self.grader, index, results, self.host_group)
         results = self.grader.check_parts(items, results)

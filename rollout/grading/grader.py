@@ -135,13 +135,25 @@ def check_reward_settings(reward: DictConfig) -> None:
     check_environment(reward.env)
 
 
-def check_failures(failures: Sequence[Failure], num_samples: int, max_failure_rate: float) -> None:
-    """Raise InputError, which shows the first failure, if too many samples were not graded."""
-    if not failures or len(failures) <= max_failure_rate * num_samples:
+def check_failures(
+    failures: Sequence[Failure],
+    num_samples: int,
+    max_failure_rate: float,
+    num_earlier: int = 0,
+) -> None:
+    """Raise InputError, which shows the first failure, if too many samples were not graded.
+
+    Args:
+        failures: those that are new.
+        num_samples: all samples, including those of earlier draws of the step.
+        num_earlier: the failures of earlier draws.
+    """
+    num_failures = num_earlier + len(failures)
+    if not failures or num_failures <= max_failure_rate * num_samples:
         return
     first = failures[0]
     raise InputError(
-        f"{len(failures)} of {num_samples} samples ({len(failures) / num_samples:.1%}) could not "
+        f"{num_failures} of {num_samples} samples ({num_failures / num_samples:.1%}) could not "
         f"be graded, more than reward.max_failure_rate={max_failure_rate}; the first: "
         f"{first.summary}, "
         f"for the response {first.response[:200]!r} (all failures are in failures.jsonl; the "

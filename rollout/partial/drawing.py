@@ -53,11 +53,15 @@ class StepCounts:
         slots: for each of these steps, the responses that were being generated at its beginning;
             their sum.
         tokens: the tokens that were drawn.
+        graded, failed: the responses of all replicas that were to be graded, and those of them that
+            could not be.
     """
 
     steps: int = 0
     slots: int = 0
     tokens: int = 0
+    graded: int = 0
+    failed: int = 0
 
 
 @dataclass
@@ -110,11 +114,23 @@ class PartialSampler:
             self.config.rollout,
             seed=(),
             first_group=first_group,
+            max_failures=self.max_failures(len(groups)),
         )
         assignment = self.assign(groups)
         generation = self.pack(request, assignment, trained, version, seconds)
         with profiler.stage("reward"):
-            return request, self.sampler.grade_and_share(request, assignment, generation)
+            samples = self.sampler.grade_and_share(request, assignment, generation)
+        self.counts.graded += samples.num_drawn
+        self.counts.failed += len(samples.failures)
+        return request, samples
+
+    def max_failures(self, num_groups: int) -> float:
+        """Return how many responses of a draw may fail: the rate is that of the whole step.
+
+        With filter_groups, later draws of a step are small, so their own rates vary a lot.
+        """
+        num_responses = self.counts.graded + num_groups * self.config.rollout.n
+        return self.sampler.max_failure_rate * num_responses - self.counts.failed
 
     def begin_groups(self, num_groups: int) -> int:
         """Begin the groups that a draw needs; return how many this replica has to complete."""
