@@ -1,13 +1,14 @@
 """Kill runs at random moments until they have ended; compare them, to the last bit, with
 runs that nobody disturbed.
 
-    make soak                                                   all loops, 20 minutes
+    make soak                                                   all loops, 26 minutes
     python -m tests.soak ppo nodes --minutes 10 --seed 7        two loops, ten minutes each
 
-Loops: sft and ppo (2 ranks; ppo saves in the background), megatron (2 ranks, tensor parallel,
-saves in the background), and nodes: two nodes in network namespaces, which only root may make,
-one of which is lost. Exit code 1 means that results differ, that an error was not reported, or
-that a process did not end; the directory with the logs of every attempt is kept then.
+Loops: sft, ppo and partial (2 ranks; the last two save in the background, and in partial, responses
+continue in later steps), megatron (2 ranks, tensor parallel, saves in the background), and nodes:
+two nodes in network namespaces, which only root may make, one of which is lost. Exit code 1 means
+that results differ, that an error was not reported, or that a process did not end; the directory
+with the logs of every attempt is kept then.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from tests.soak.processes import wait_for_all
 from tests.soak.runs import make_assets
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-MINUTES = {"sft": 4, "ppo": 6, "megatron": 4, "nodes": 6}
+MINUTES = {"sft": 4, "ppo": 6, "partial": 6, "megatron": 4, "nodes": 6}
 
 
 class Clock:

@@ -32,6 +32,10 @@ def make_assets(directory: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
     )
     tokenizer.save_pretrained(directory / "model")
+    # Many tokens end a response, so that responses differ in length.
+    end_ids = list(range(tokenizer.eos_token_id, len(tokenizer), 10))
+    generation = {"eos_token_id": end_ids}
+    (directory / "model" / "generation_config.json").write_text(json.dumps(generation))
     (directory / "reward.py").write_text(REWARD)
     train, val = make_rows()
     write_rows(directory / "train.jsonl", train[:NUM_TRAIN_ROWS])
@@ -107,6 +111,19 @@ def ppo(assets: Path, out: Path) -> list[str]:
     ]
 
 
+def partial(assets: Path, out: Path) -> list[str]:
+    """Return the command of a PPO run whose responses continue in later steps."""
+    return [
+        *ppo(assets, out),
+        "rollout.max_tokens=40",
+        "data.max_tokens_per_micro_batch=400",
+        "rollout.partial.enable=true",
+        "rollout.partial.oversample=1.75",
+        "rollout.partial.max_staleness=2",
+        "algorithm.rollout_is=token",
+    ]
+
+
 def paths(assets: Path, out: Path) -> list[str]:
     return [
         f"model.path={assets}/model",
@@ -117,7 +134,7 @@ def paths(assets: Path, out: Path) -> list[str]:
     ]
 
 
-RUNS = {"sft": sft, "ppo": ppo, "megatron": megatron}
+RUNS = {"sft": sft, "ppo": ppo, "partial": partial, "megatron": megatron}
 
 
 def last_step(out: Path) -> int:
