@@ -234,8 +234,7 @@ def play(family: Family, chat: ChatTokenizer) -> Recorded:
         text = family.call if is_call else family.answer
         ids = chat.tokenize(text).ids
         turn = episode.begin(prompt.ids)
-        sampled = np.array(ids)[:, None]
-        episode.end(turn, sampled, np.zeros(sampled.shape), is_cut=False)
+        episode.end(turn, np.array(ids), np.zeros(len(ids)), candidates=None, is_cut=False)
         without_end = chat.decode(ids[:-1])
         reply = parser.parse(without_end, ids, len(prompt.ids), [TOOL], inputs.arguments)
         assert (reply.num_tool_calls, reply.num_tool_errors) == (int(is_call), 0)

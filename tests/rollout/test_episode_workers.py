@@ -555,7 +555,8 @@ def test_episodes_talk_to_the_gateway(make, file, tmp_path):
 
     def new_key(i):
         limits = {"max_turns": 3, "max_episode_tokens": None}
-        gateway.send({"begin": [f"key-{i}"], "sampling": SAMPLING, **limits})
+        announcement = {"sampling": SAMPLING, "section": "rollout", **limits}
+        gateway.send({"begin": [f"key-{i}"], **announcement})
         return f"key-{i}"
 
     def answer_all():
