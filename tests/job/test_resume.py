@@ -145,6 +145,7 @@ def test_older_checkpoints_lack_settings_that_had_one_value(tmp_path):
         "data.shuffle": True,
         "data.weights": "none",
         "data.sampler": "none",
+        "rollout.partial.enable": False,
     }
 
 

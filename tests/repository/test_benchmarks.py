@@ -152,6 +152,7 @@ NOT_RUN = {
     "recipe_curves.py": "the pictures of recipes.py",
     "known_models.py": "the models of what_fits.py",
     "host_path_case.py": "run by host_path.py",
+    "long_tails_case.py": "run by long_tails.py",
     "ppo_h200.py": "run by lora_h200.py",
     "make_sft_data.py": "run by sft_vs_trl.py",
     "trl_sft.py": "run by sft_vs_trl.py",

@@ -259,7 +259,7 @@ def test_a_resumed_run_continues_with_the_checkpoints_counters(
     assert calls == [
         ("load", "checkpointer", tmp_path / "step_1"),
         "start_rollout",
-        "1 prompts, 4 data-parallel ranks and 2 of vLLM on cpu",
+        "1 prompt, 4 data-parallel ranks and 2 replicas of vLLM on cpu",
         "train",
         "end_loop",
         "grader.close",

@@ -263,7 +263,7 @@ def test_vllm_gets_the_weights_that_it_lacks(make_roles, has_base, adapter, draf
     assert roles.rollout.calls == sent, "vLLM is still awake, with these weights"
 
 
-def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(make_roles):
+def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(make_roles, tmp_path):
     roles = make_roles(6, GAE, REFERENCE, device="cuda")
     roles.rollout = RecordingRollout({})
     roles.tokenizer = "tokenizer"
@@ -273,13 +273,13 @@ def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(make_rol
         load=lambda *values, **roles: (values, roles),
     )
     critic = {"critic": roles.critic}
-    assert roles.load(checkpointer, "path") == (("path", roles.actor), critic)
+    assert roles.load(checkpointer, tmp_path) == ((tmp_path, roles.actor), critic)
     roles.save(checkpointer, 3, {"step": 3})
     assert roles.rollout.calls == []
     roles.rollout.awake = True
     roles.save(checkpointer, 4, {"step": 4})
     assert roles.rollout.calls == ["sleep"]
-    assert calls == [((n, roles.actor, {"step": n}, "tokenizer"), critic) for n in (3, 4)]
+    assert calls == [((n, roles.actor, {"step": n}, "tokenizer", {}), critic) for n in (3, 4)]
     for engine in (roles.actor, roles.critic):
         engine.onload()
     roles.close()
