@@ -55,6 +55,11 @@ class Branch:
         self.log_probs += [0.0] * num_new
         self.rewards += [0.0] * num_new
 
+    def cut(self, length: int) -> None:
+        """Forget the tokens from a position on. None of them may be sampled."""
+        for values in (self.token_ids, self.is_sampled, self.log_probs, self.rewards):
+            del values[length:]
+
     @property
     def num_sampled(self) -> int:
         return sum(self.is_sampled)
@@ -62,9 +67,15 @@ class Branch:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn that has begun: the model continues `branch`."""
+    """A turn that has begun.
+
+    Attributes:
+        branch: the model continues it.
+        start: the number of tokens that the branch had before.
+    """
 
     branch: Branch
+    start: int
 
 
 class Episode:
@@ -81,7 +92,8 @@ class Episode:
         self.is_truncated = False
         self.num_turns = 0
         self._num_asked: dict[tuple[int, ...], int] = {}
-        self._last: Branch | None = None
+        # Where the turn that ended last has its last token.
+        self._last: tuple[Branch, int] | None = None
 
     def count(self, prompt_ids: list[int]) -> int:
         """Return how many turns with this prompt have begun before; count this one, too."""
@@ -99,9 +111,10 @@ class Episode:
         else:
             branch = Branch([])
             self.branches.append(branch)
+        start = len(branch.token_ids)
         branch.read(prompt_ids)
         branch.is_open = True
-        return Turn(branch)
+        return Turn(branch, start)
 
     def end(
         self,
@@ -128,11 +141,12 @@ class Episode:
             branch.candidates.append(candidates)
         branch.is_open = False
         self.is_truncated = is_cut
-        self._last = branch
+        self._last = (branch, len(branch.token_ids) - 1)
 
     def drop(self, turn: Turn) -> None:
-        """Forget a turn that was aborted, and its branch if the turn was its first."""
+        """Forget an aborted turn and its prompt, and its branch if the turn was its first."""
         branch = turn.branch
+        branch.cut(turn.start)
         if not branch.num_sampled:
             self.branches = [other for other in self.branches if other is not branch]
         branch.is_open = False
@@ -145,7 +159,8 @@ class Episode:
         """
         if self._last is None:
             raise ValueError("a reward before the first turn has ended")
-        self._last.rewards[-1] += value
+        branch, position = self._last
+        branch.rewards[position] += value
 
     @property
     def reward_sum(self) -> float:

@@ -86,7 +86,7 @@ def test_an_aborted_turn_leaves_nothing_to_train():
     sample(episode, [1], [2])
     episode.drop(episode.begin([1, 2, 3]))
     episode.drop(episode.begin([8, 9]))
-    assert branches(episode) == [([1, 2, 3], [0, 1, 0])]
+    assert branches(episode) == [([1, 2], [0, 1])]
     sample(episode, [1, 2, 3], [4])
     assert branches(episode) == [([1, 2, 3, 4], [0, 1, 0, 1])]
 
@@ -110,6 +110,18 @@ def test_a_reward_is_at_the_last_token_of_the_last_turn():
     episode.reward(0.25)
     assert episode.branches[0].rewards == [0, 0, 0.5, 0, 2.25]
     assert episode.reward_sum == 2.75
+
+
+def test_a_reward_given_while_the_next_turn_runs_is_at_a_sampled_token():
+    episode = Episode()
+    sample(episode, [1], [2, 3])
+    aborted = episode.begin([1, 2, 3, 4, 5])
+    episode.reward(0.5)
+    episode.drop(aborted)
+    episode.reward(0.25)
+    sample(episode, [1, 2, 3, 6], [7])
+    assert episode.branches[0].token_ids == [1, 2, 3, 6, 7]
+    assert episode.branches[0].rewards == [0, 0, 0.75, 0, 0]
 
 
 def test_branches_are_packed_end_to_end():
