@@ -198,9 +198,13 @@ def limit_code(error: BaseException | None) -> str | None:
 
     It is an EpisodeLimit, or an exception of OpenAI's client, which has the fields of the server's
     error; or it was raised from such an exception, as agent frameworks do; or it quotes the text of
-    one, which is all that verifiers keeps.
+    one, which is all that verifiers keeps; or it is a group that holds nothing else, as
+    asyncio.TaskGroup raises.
     """
     while error is not None:
+        if isinstance(error, BaseExceptionGroup):
+            codes = [limit_code(part) for part in error.exceptions]
+            return codes[0] if all(codes) else None
         if getattr(error, "type", None) == LIMIT:
             return error.code
         quoted = QUOTED_LIMIT.search(str(error))

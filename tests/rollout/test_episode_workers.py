@@ -239,6 +239,16 @@ async def limited(row, llm):
         assert error.status == 400
         return {"error": len(str(error))}
 
+async def in_a_group(row, llm):
+    messages = [{"role": "user", "content": row["script"]}]
+    async with asyncio.TaskGroup() as group:
+        group.create_task(llm.chat(messages))
+        if row["bug"]:
+            group.create_task(fail())
+
+async def fail():
+    raise ValueError("a bug")
+
 async def with_openai(row, llm):
     from openai import AsyncOpenAI, BadRequestError
     client = AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key)
@@ -350,6 +360,16 @@ def test_a_limit_that_leaves_the_function_is_not_a_failure(make, file, server, l
         rows = [{"script": turns, "catch": False}, {"script": turns, "catch": True}]
         results = play(runner, server, rows)
     assert results == [Limit("max_turns", limit_score), Reward(9.0, {})]
+
+
+def test_a_limit_that_a_group_of_tasks_reaches_is_not_a_failure(make, file, server):
+    error = {"type": "episode_limit", "code": "max_turns", "message": "after 3 turns"}
+    turns = script({"status": 400, "error": error})
+    with closing(make(f"{file}:in_a_group")) as runner:
+        rows = [{"script": turns, "bug": False}, {"script": turns, "bug": True}]
+        limit, bug = play(runner, server, rows)
+    assert limit == Limit("max_turns", None)
+    assert "ValueError: a bug" in bug.trace
 
 
 def test_the_client_of_openai_plays_and_reaches_limits(make, file, server):
