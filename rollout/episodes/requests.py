@@ -186,13 +186,14 @@ def read_chat_request(body: dict, sampling: Sampling) -> ChatRequest:
     check_fields(body, CHAT_FIELDS)
     sampling.check(body)
     tools = read_tools(body.get("tools"))
+    tool_choice = read_tool_choice(body.get("tool_choice"))
     template_kwargs = body.get("chat_template_kwargs") or {}
     if not isinstance(template_kwargs, dict):
         raise RequestError(f"chat_template_kwargs must be an object, not {template_kwargs!r:.60}")
     return ChatRequest(
         messages=read_messages(body.get("messages")),
         tools=tools,
-        may_call=bool(tools) and read_tool_choice(body.get("tool_choice")) == "auto",
+        may_call=bool(tools) and tool_choice == "auto",
         template_kwargs=without_none(template_kwargs),
         max_tokens=read_max_tokens(body),
         stop=read_stop(body.get("stop"), sampling.stop),

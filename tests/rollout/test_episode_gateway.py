@@ -377,6 +377,7 @@ WRONG = [
     ({"max_tokens": 0}, "max_tokens=0 must be a positive integer"),
     ({"stop": [""]}, "stop=[''] must be"),
     ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice='required'"),
+    ({"tool_choice": "required"}, "tool_choice='required'"),
     ({"tools": [{"name": "add"}]}, '"tools[0]" must be'),
     ({"chat_template_kwargs": {"tokenize": True}}, "tokenize is not a template argument"),
     ({"chat_template_kwargs": [1]}, "must be an object"),
