@@ -39,6 +39,12 @@ class EnvironmentPlayer:
             raise InputError(
                 "it is a class without the method reset(self, **row), which begins an episode"
             )
+        needed = required_arguments(environment)
+        if needed:
+            raise InputError(
+                f"its __init__ needs the argument {', '.join(needed)}, but is called without any: "
+                "give it a default, or read it from the row in reset()"
+            )
         self.tools = {
             name: method
             for name, method in methods.items()
@@ -126,6 +132,13 @@ def is_object(text: str) -> bool:
         return isinstance(json.loads(text or "{}"), dict)
     except ValueError:
         return False
+
+
+def required_arguments(environment: type) -> list[str]:
+    """Return the arguments without which no object of a class can be made."""
+    parameters = inspect.signature(environment).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
 def column_names(reset: Callable) -> list[str] | None:

@@ -750,6 +750,13 @@ class NoReset:
     def act(self):
         """Act."""
 
+class NeedsSize:
+    def __init__(self, size, colour="red", *others, **more):
+        pass
+
+    def reset(self, **row):
+        pass
+
 class NoHint:
     def reset(self, **row):
         pass
@@ -847,6 +854,7 @@ def test_a_limit_ends_an_episode_of_a_class(make, environments, server):
     [
         ("NoReset", "NoReset: it is a class without the method reset(self, **row)"),
         ("NoHint", "NoHint: the parameter where of the tool act has no type hint"),
+        ("NeedsSize", "NeedsSize: its __init__ needs the argument size"),
     ],
 )
 def test_a_class_that_cannot_play_is_an_error_at_once(make, environments, name, message):
