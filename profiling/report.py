@@ -30,6 +30,7 @@ class Panel:
     names: list[str]
 
 
+AGES = range(9)  # of tokens with rollout.partial, in steps; older ones are not drawn
 PANELS = [
     Panel("loss", ["train/loss", "val/loss"]),
     Panel("exact match", ["val/exact_match"]),
@@ -46,6 +47,13 @@ PANELS = [
     Panel("KL of an update [nats]", ["actor/ppo_kl"]),
     Panel("clipped share of tokens", ["actor/pg_clipfrac", "critic/vf_clipfrac"]),
     Panel("log-prob gap of vLLM and trainer", ["rollout_corr/log_prob_gap"]),
+    Panel("tokens by age [share]", [f"partial/age_{age}/tokens" for age in AGES]),
+    Panel(
+        "effective sample size by age",
+        [f"partial/age_{age}/effective_sample_size" for age in AGES],
+    ),
+    Panel("groups that continue, dropped", ["partial/carried_groups", "partial/stale_drops"]),
+    Panel("vLLM waits [share]", ["partial/idle_slots", "perf/rollout_idle"]),
     Panel("explained variance of values", ["critic/vf_explained_var"]),
     Panel("gradient norm", ["train/grad_norm", "actor/grad_norm", "critic/grad_norm"]),
     Panel("learning rate", ["train/lr", "actor/lr", "critic/lr"]),

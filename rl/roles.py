@@ -245,7 +245,7 @@ class Roles:
         respond = partial(self.respond, step)
         if self.config.rollout.partial.enable:
             if self.partial is None:
-                self.partial = self._start_partial(dataset, rows_of_batch)
+                self.partial = self._start_partial(dataset, rows_of_batch, step)
             source = PartialSource(
                 self.config,
                 self.partial,
@@ -259,16 +259,17 @@ class Roles:
         samples = collecting.collect(self.config, source)
         return samples, source.batch_index
 
-    def _start_partial(self, dataset, rows_of_batch: RowsOfBatch) -> PartialSampler:
-        """Return what carries responses from step to step, as the checkpoint has left it."""
+    def _start_partial(self, dataset, rows_of_batch: RowsOfBatch, step: int) -> PartialSampler:
+        """Return what carries responses from step to step, as the checkpoint has left it.
+
+        step: the next step, from 1.
+        """
         config = self.config
-        # With filter_groups, a run may need any number of groups.
-        is_limited = not config.algorithm.filter_groups.enable
         settings = config.rollout.partial
         ledger = Ledger(
             num_replicas=self.rollout.num_replicas,
             oversample=settings.oversample if settings.max_staleness else 1.0,
-            limit=self.total_steps * config.data.train_batch_size if is_limited else None,
+            limit=None,
         )
         sampler = PartialSampler(
             self.sampler,
@@ -281,6 +282,10 @@ class Roles:
         )
         if self.carried_files:
             sampler.load_state(self.carried_files)
+        # With filter_groups, a run may need any number of groups.
+        if not config.algorithm.filter_groups.enable:
+            num_steps = self.total_steps - step + 1
+            ledger.limit_to(num_steps * config.data.train_batch_size)
         return sampler
 
     def validate(self, dataset, step: int) -> Samples:

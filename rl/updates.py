@@ -69,14 +69,16 @@ def off_policy_metrics(means: dict[str, float]) -> dict[str, float]:
 
     With the means of moments_by_age(), also partial/age_{a}/...: the share of the tokens that were
     drawn by weights of this age, and their effective sample size. log_prob_gap, which compares vLLM
-    with the trainer, is then that of the tokens that the current weights have drawn.
+    with the trainer, is then that of the tokens that the current weights have drawn, if any.
     """
     sample_size = effective_sample_size(means["ratio"], means["ratio_squared"])
-    log_prob_gap = means["log_prob_gap"]
-    if means.get("age_0_share"):
+    metrics = {}
+    if "age_0_share" not in means:
+        metrics[f"{ROLLOUT_PREFIX}log_prob_gap"] = means["log_prob_gap"]
+    elif means["age_0_share"]:
         log_prob_gap = means["age_0_log_prob_gap"] / means["age_0_share"]
-    metrics = {
-        f"{ROLLOUT_PREFIX}log_prob_gap": log_prob_gap,
+        metrics[f"{ROLLOUT_PREFIX}log_prob_gap"] = log_prob_gap
+    metrics |= {
         f"{ROLLOUT_PREFIX}kl": means["kl"],
         f"{ROLLOUT_PREFIX}ratio": means["ratio"],
         f"{ROLLOUT_PREFIX}effective_sample_size": sample_size,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
+from config import InputError
 from data.batching.batch import Batch
 from data.batching.order import RowsOfBatch
 from data.prompts import Prompt, PromptDataset
@@ -162,7 +163,10 @@ class PartialSampler:
         """Continue this replica's responses until enough of its groups are complete."""
         pairs = self.open.running()
         running = [response for _, response in pairs]
-        prompts = [self.dataset[group.row] for group, _ in pairs]
+        # Responses share their prompt, so that its images are converted only once.
+        rows = dict.fromkeys(group.row for group, _ in pairs)
+        prompt_of_row = {row: self.dataset[row] for row in rows}
+        prompts = [prompt_of_row[group.row] for group, _ in pairs]
         responses, reasons = self.continuing.generate(
             [[*p.input_ids, *r.tokens.tolist()] for p, r in zip(prompts, running)],
             [response.seed for response in running],
@@ -295,8 +299,12 @@ class PartialSampler:
         With another number of replicas, the groups are dealt to them anew.
 
         files: what state() has returned, for all replicas in order.
+
+        Raises InputError if responses cannot continue with the current settings.
         """
         saved = [from_bytes(content) for content in files]
+        for one in saved:
+            check_can_continue(one.groups, self.config.rollout, self.num_candidates)
         groups_of_replica = [one.groups for one in saved]
         rollout = self.sampler.rollout
         if len(files) != rollout.num_replicas:
@@ -309,6 +317,27 @@ class PartialSampler:
             for replica, groups in enumerate(groups_of_replica)
             for group in groups
         }
+
+
+def check_can_continue(groups: list[OpenGroup], sampling: DictConfig, num_candidates: int) -> None:
+    """Raise InputError if responses of a checkpoint do not fit the current settings.
+
+    sampling: the section `rollout`. num_candidates: from count_candidates().
+    """
+    num_columns = 1 + num_candidates if num_candidates else 0
+    for response in itertools.chain(*(group.responses for group in groups)):
+        num_tokens = len(response)
+        is_running_at_limit = num_tokens == sampling.max_tokens and not response.is_complete
+        if num_tokens > sampling.max_tokens or is_running_at_limit:
+            raise InputError(
+                f"rollout.max_tokens={sampling.max_tokens}, but the checkpoint has responses that "
+                f"are not trained yet and already have {num_tokens} tokens: raise it"
+            )
+        if num_tokens and response.candidates.shape[-1] != num_columns:
+            raise InputError(
+                f"rollout.top_k={sampling.top_k}, but the checkpoint has responses that are not "
+                "trained yet and were drawn with another rollout.top_k: set that one"
+            )
 
 
 def deal(groups_of_replica: list[list[OpenGroup]], num_replicas: int) -> list[list[OpenGroup]]:

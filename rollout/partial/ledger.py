@@ -66,6 +66,14 @@ class Ledger:
         num_complete = [min(quota, num_open[i]) for i, quota in enumerate(quotas)]
         return Quotas(begun, num_complete)
 
+    def limit_to(self, num_groups: int) -> None:
+        """Let the rest of the run train on this many groups, including those that have begun.
+
+        Groups of earlier steps do not count: with filter_groups, there may have been any number.
+        """
+        num_ended = self.next_group - self.num_dropped - len(self.replica_of)
+        self.limit = num_ended + num_groups
+
     def count_open(self) -> list[int]:
         """Return the number of groups of each replica that have begun and are not trained."""
         counts = Counter(self.replica_of.values())

@@ -181,6 +181,28 @@ def test_a_run_resumes_with_another_number_of_replicas(assets, tmp_path, plain):
     assert texts(out) == texts(plain)
 
 
+def resume_with(undisturbed, out, assets, *changes, returncode=0):
+    """Resume for one more step, without filter_groups and with other settings."""
+    shutil.copytree(undisturbed, out)
+    kept = [setting for setting in LEARNING if "filter_groups" not in setting]
+    more = [*kept, f"trainer.total_steps={NUM_STEPS + 1}", *changes]
+    command = [sys.executable, "train_ppo.py", *arguments(assets, out, *more)]
+    return run(command, returncode=returncode)
+
+
+def test_a_run_resumes_without_filter_groups(assets, tmp_path, undisturbed):
+    """Filtered groups of earlier steps do not count among those of the run."""
+    out = tmp_path / "out"
+    resume_with(undisturbed, out, assets)
+    samples = (out / "rollouts" / f"step_{NUM_STEPS + 1}.jsonl").read_text().splitlines()
+    assert len(samples) == BATCH_SIZE * 2
+
+
+def test_a_run_cannot_resume_with_another_top_k(assets, tmp_path, undisturbed):
+    done = resume_with(undisturbed, tmp_path / "out", assets, "rollout.top_k=30", returncode=2)
+    assert "rollout.top_k=30, but the checkpoint has responses" in done.stderr
+
+
 def test_a_run_that_continues_responses_cannot_resume_without(assets, tmp_path, undisturbed):
     out = tmp_path / "out"
     shutil.copytree(undisturbed, out)

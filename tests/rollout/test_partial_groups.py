@@ -4,13 +4,16 @@ The schedules here draw one token per response and step, as vLLM does, but of ma
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from omegaconf import OmegaConf
 
-from rollout.partial.drawing import deal
+from config import InputError
+from rollout.partial.drawing import check_can_continue, deal
 from rollout.partial.groups import OpenGroup, OpenGroups, OpenResponse, from_bytes, to_bytes
 from rollout.partial.ledger import Ledger, divide_evenly
 
@@ -170,6 +173,22 @@ def test_a_draw_with_filtered_groups_begins_what_it_needs():
     assert second.begun == {6: 0}
 
 
+def test_the_rest_of_a_run_trains_on_a_limited_number_of_groups():
+    """Whatever earlier steps have drawn, for example with filter_groups."""
+    ledger = Ledger(num_replicas=1, oversample=1.5, limit=None)
+    ledger.begin(4)
+    ledger.end([0, 1, 2, 3])
+    ledger.begin(4)
+    ledger.drop([5])
+    ledger.end([4, 6, 7])
+    assert (ledger.next_group, list(ledger.replica_of)) == (10, [8, 9])
+    ledger.limit_to(4)
+    assert ledger.begin(4).num_complete == [4]
+    assert list(ledger.replica_of) == [8, 9, 10, 11]
+    ledger.end([8, 9, 10, 11])
+    assert ledger.begin(4).num_complete == [0]
+
+
 def make_groups(num_candidates: int) -> list[OpenGroup]:
     """Two groups: with tokens of two versions, and with none."""
     first = OpenResponse(seed=2**61 + 3)
@@ -207,6 +226,34 @@ def test_groups_are_saved_and_loaded(num_candidates):
     candidates = np.ones((1, num_candidates), np.int32) if num_candidates else None
     response.append(token, token.astype(np.float32), candidates, 6)
     assert response.versions.tolist() == [6]
+
+
+@pytest.mark.parametrize(
+    "num_candidates, changes, wrong",
+    [
+        (0, {}, None),
+        (3, {}, None),
+        (0, {"max_tokens": 5}, None),
+        (0, {"max_tokens": 4}, "rollout.max_tokens=4, but the checkpoint .* already have 5 tokens"),
+        (0, {"top_k": 3}, "rollout.top_k=3, but the checkpoint .* drawn with another"),
+        (3, {"top_k": 4}, "rollout.top_k=4, but the checkpoint .* drawn with another"),
+    ],
+)
+def test_loaded_responses_have_to_fit_the_settings(num_candidates, changes, wrong):
+    """The longest response has five tokens and is complete."""
+    columns = num_candidates + 1 if num_candidates else 0
+    groups = from_bytes(to_bytes(make_groups(columns), 12, 1)).groups
+    sampling = OmegaConf.create({"max_tokens": 9, "top_k": num_candidates, **changes})
+    outcome = pytest.raises(InputError, match=wrong) if wrong else nullcontext()
+    with outcome:
+        check_can_continue(groups, sampling, sampling.top_k)
+
+
+def test_a_loaded_response_needs_room_for_another_token():
+    groups = make_groups(0)
+    groups[0].responses[0].is_complete = False
+    with pytest.raises(InputError, match="rollout.max_tokens=5"):
+        check_can_continue(groups, OmegaConf.create({"max_tokens": 5, "top_k": -1}), 0)
 
 
 def test_no_group_at_all_is_saved_and_loaded():
