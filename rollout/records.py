@@ -18,6 +18,8 @@ MAX_WRITTEN = 2000
 def write_samples(samples: Samples, path: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write one JSON object per response, with its row of the data file, and one per failure.
 
+    With rollout.partial, "age" is the number of steps since a response's first token was drawn.
+
     For episodes, there is one object per sequence, with the number of its episode and, at the last
     sequence of an episode, its messages.
 
@@ -32,6 +34,7 @@ def write_samples(samples: Samples, path: Path, group: dist.ProcessGroup | None 
     row_of_group = {g: shorten_row(prompt.row) for g, prompt in prompt_of_group.items()}
     lines = []
     details = samples.details or [{}] * len(held)
+    ages = dict(zip(held, oldest_ages(samples)))
     for i, prompt, text, more in zip(held, samples.prompts, samples.texts, details):
         line = {"group": groups[i]}
         if samples.episode is not None:
@@ -41,12 +44,22 @@ def write_samples(samples: Samples, path: Path, group: dist.ProcessGroup | None 
             line["parts"] = {name: float(values[i]) for name, values in samples.parts.items()}
         line["length"] = int(samples.response_lengths[i])
         line["truncated"] = bool(samples.truncated[i])
+        if ages:
+            line["age"] = ages[i]
         line |= more
         line["row"] = row_of_group[groups[i]]
         lines.append((i, json.dumps(line)))
     all_lines = gather_on_first_rank(lines, group)
     all_lines += [json.dumps(line) for line in failure_lines(samples)]
     on_rank0(write_lines, path, all_lines, group=group)
+
+
+def oldest_ages(samples: Samples) -> list[int]:
+    """Return the age of the oldest token of each response of this rank, with rollout.partial."""
+    if "age" not in samples.batch.fields:
+        return []
+    ages = samples.batch.fields["age"].split(samples.batch.lengths)
+    return [int(age.max()) for age in ages]
 
 
 def append_failures(samples: Samples, path: Path, step: int) -> None:

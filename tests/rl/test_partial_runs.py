@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
+from examples import colours
 from examples.arithmetic import make_rows, make_tokenizer
 from tests.support.launch import kill_all, launch, metrics, run, start, wait_for
-from tests.support.models import make_model
+from tests.support.models import make_model, make_ocr_model
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +78,13 @@ def texts(out) -> dict[str, list[str]]:
     return {prompt: sorted(own) for prompt, own in responses.items()}
 
 
+def ages(out) -> list[int]:
+    """Return the age of every response of a run."""
+    files = [out / "rollouts" / f"step_{step}.jsonl" for step in range(1, NUM_STEPS + 1)]
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    return [json.loads(line)["age"] for line in lines]
+
+
 @pytest.fixture(scope="module")
 def plain(assets, tmp_path_factory):
     """A run with a learning rate of 0, in which no response continues."""
@@ -102,12 +110,43 @@ def test_with_the_same_weights_the_texts_are_the_same(assets, tmp_path, plain, n
     assert all(line["partial/carried_groups"] > 0 for line in lines[:-1])
     assert lines[-1]["partial/carried_groups"] == 0
     assert max(line["partial/age_1/tokens"] for line in lines) > 0.1
+    assert max(ages(tmp_path)) == 1
     for line in lines:
         # The trainer's weights are those of all versions.
         assert line["rollout_corr/log_prob_gap"] < 1e-5
     if "rollout.top_k=30" in settings:
         return  # other distributions, so other texts
     assert texts(tmp_path) == texts(plain)
+
+
+@pytest.fixture(scope="module")
+def picture_assets(assets, tmp_path_factory):
+    """A vision-language model whose responses have 1 to 40 tokens, and pictures."""
+    directory = tmp_path_factory.mktemp("pictures")
+    make_ocr_model(directory / "model")
+    config = json.loads((directory / "model" / "config.json").read_text())["text_config"]
+    end_ids = list(range(config["eos_token_id"] % 10, config["vocab_size"], 10))
+    generation = {"eos_token_id": end_ids}
+    (directory / "model" / "generation_config.json").write_text(json.dumps(generation))
+    shutil.copy(assets / "reward.py", directory)
+    rows = colours.make_rows(directory / "images")["train"][: BATCH_SIZE * NUM_STEPS]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def test_responses_to_pictures_continue(picture_assets, tmp_path):
+    """With the same weights they are the same, and the trainer's log-probabilities are vLLM's."""
+    images = ["model.images=true", "data.max_prompt_length=80"]
+    plain = tmp_path / "plain"
+    partial = tmp_path / "partial"
+    for out, settings in ((plain, []), (partial, PARTIAL)):
+        command = arguments(picture_assets, out, *images, *settings)
+        run([sys.executable, "train_ppo.py", *command])
+    lines = metrics(partial)
+    assert max(line["partial/age_1/tokens"] for line in lines) > 0.1
+    assert max(line["rollout_corr/log_prob_gap"] for line in lines) < 1e-5
+    assert min(line["rollout_corr/effective_sample_size"] for line in lines) > 0.9999
+    assert texts(partial) == texts(plain)
 
 
 LEARNING = [

@@ -261,3 +261,18 @@ def test_the_gap_to_the_rollout_is_measured_on_all_tokens_before_or_in_the_updat
         },
         rel=1e-4,
     )
+
+
+def test_the_gap_to_vllm_is_that_of_tokens_of_the_current_weights():
+    """Tokens of older weights say nothing about it. Without any others, there is no gap."""
+    means = {"ratio": 1.0, "ratio_squared": 1.25, "kl": 0.1, "log_prob_gap": 0.3}
+    assert updates.off_policy_metrics(means)["rollout_corr/log_prob_gap"] == 0.3
+    old = {"age_1_share": 1.0, "age_1_ratio": 1.0, "age_1_ratio_squared": 1.25}
+    no_new = {"age_0_share": 0.0, "age_0_log_prob_gap": 0.0}
+    metrics = updates.off_policy_metrics(means | no_new | old)
+    assert "rollout_corr/log_prob_gap" not in metrics
+    assert metrics["partial/age_1/effective_sample_size"] == 0.8
+    half = {"age_0_share": 0.5, "age_0_log_prob_gap": 0.01}
+    new = {"age_0_ratio": 0.5, "age_0_ratio_squared": 0.5}
+    metrics = updates.off_policy_metrics(means | half | new)
+    assert metrics["rollout_corr/log_prob_gap"] == 0.02
