@@ -280,7 +280,8 @@ class PartialSampler:
         return {
             "partial/carried_groups": float(len(self.ledger.replica_of)),
             "partial/stale_drops": float(len(dropped)),
-            "partial/idle_slots": 1 - num_tokens / max(num_slots, 1),
+            # All groups may have been complete already.
+            "partial/idle_slots": 1 - num_tokens / num_slots if num_slots else 0.0,
         }
 
     # -- checkpoints -------------------------------------------------------------------------------
