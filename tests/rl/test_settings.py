@@ -115,6 +115,10 @@ CONTRADICTIONS = {
         ["rollout.partial.enable=true"],
         "set algorithm.rollout_is=token (or sequence) to correct for them",
     ),
+    "a share of groups that begin early, if none continues": (
+        [*PARTIAL, "rollout.partial.max_staleness=0", "rollout.partial.oversample=1.5"],
+        "does nothing without rollout.partial.max_staleness above 0",
+    ),
     "responses that continue beside episodes": (
         [*PARTIAL, "rollout.episode=my.py:play", "rollout.max_episode_tokens=100"],
         "does not work with rollout.episode=my.py:play yet",
@@ -180,7 +184,7 @@ def test_what_contradicts_nothing_is_accepted(more):
 
 def test_every_requirement_in_the_comments_can_be_read_and_is_met_by_its_own_words():
     requirements = read_requirements(CONFIGS / "ppo.yaml")
-    assert len(requirements) == 47
+    assert len(requirements) == 49
     conditions = dict(requirements)
     assert [c.form for c in conditions["reference.path"]] == ["equals", "equals", "reads"]
     assert [c.form for c in conditions["validation"]] == ["is set", "above"]
