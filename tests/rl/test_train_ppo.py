@@ -639,9 +639,9 @@ def test_dry_run_prints_the_plan_and_starts_nothing(alone):
     out, done = alone("dry")
     for part in (
         "kl_coef: 0.1",
-        "1 ranks on cpu = 1 data-parallel to train, 1 vLLM x 1 tensor",
-        "rows 84,",
-        "rows 8,",
+        "1 rank on cpu = 1 data-parallel to train, 1 vLLM x 1 tensor",
+        "train: 84 rows with ",
+        "val: 8 rows with ",
         "\nsteps: 8\n",
         ":coin gives ",
         "for the actor",
