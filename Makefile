@@ -94,7 +94,7 @@ quickstart: $(filter .venv,$(VENV))  ## SFT of a pretrained model, SmolLM2-135M,
 test: $(filter .venv,$(VENV))         ## all tests, and the ten slowest; none found is a failure too
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 10 tests
 
-quick: $(filter .venv,$(VENV))        ## the tests that start no torchrun: under 90 seconds
+quick: $(filter .venv,$(VENV))        ## the tests that start no torchrun: 100 seconds
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow" --durations 10 tests
 
 soak: $(filter .venv,$(VENV))         ## runs that are killed at random moments, compared with runs left alone: 26 minutes
