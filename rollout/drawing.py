@@ -70,6 +70,19 @@ class Assignment:
     replica: Tensor
     held: Tensor
 
+    @staticmethod
+    def of(owner_of_prompt: Tensor, n: int, own_replica: int, ranks_per_replica: int) -> Assignment:
+        """Return the assignment of n responses to each prompt.
+
+        owner_of_prompt: int64, the rank that grades each prompt's responses. own_replica: the index
+        of this rank's replica.
+        """
+        position = torch.arange(len(owner_of_prompt)).repeat_interleave(n)
+        owner = owner_of_prompt[position]
+        of_replica = (owner // ranks_per_replica == own_replica).nonzero()[:, 0]
+        held = owner[of_replica] == dist.get_rank()
+        return Assignment(position, owner, of_replica, held)
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -357,11 +370,7 @@ def assign(request: Request, own_replica: int, num_replicas: int) -> Assignment:
     for replica, prompts in enumerate(partition(lengths, num_replicas)):
         rank_in_replica = torch.arange(len(prompts)) % ranks_per_replica
         owner_of_prompt[prompts] = replica * ranks_per_replica + rank_in_replica
-    position = torch.arange(num_prompts).repeat_interleave(request.sampling.n)
-    owner = owner_of_prompt[position]
-    of_replica = (owner // ranks_per_replica == own_replica).nonzero()[:, 0]
-    held = owner[of_replica] == dist.get_rank()
-    return Assignment(position, owner, of_replica, held)
+    return Assignment.of(owner_of_prompt, request.sampling.n, own_replica, ranks_per_replica)
 
 
 def response_seeds(request: Request, assignment: Assignment) -> list[int]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -50,15 +49,13 @@ class StepCounts:
     """What happened in a step, on this rank's replica.
 
     Attributes:
-        steps: the steps of vLLM.
-        slots: for each of these steps, the responses that were being generated at its beginning;
-            their sum.
+        slots: for each step of vLLM, the responses of its draw that were not complete when the draw
+            began; their sum.
         tokens: the tokens that were drawn.
         graded, failed: the responses of all replicas that were to be graded, and those of them that
             could not be.
     """
 
-    steps: int = 0
     slots: int = 0
     tokens: int = 0
     graded: int = 0
@@ -186,7 +183,6 @@ class PartialSampler:
             )
             response.is_complete = i in reasons
             response.is_truncated = reasons.get(i) == "length"
-        self.counts.steps += self.continuing.num_steps
         self.counts.slots += self.continuing.num_steps * len(running)
         self.counts.tokens += int(responses.lengths.sum())
 
@@ -222,10 +218,8 @@ class PartialSampler:
             rank_in_replica = num_of_replica[group.replica] % rollout.tp_size
             num_of_replica[group.replica] += 1
             owner_of_group.append(group.replica * rollout.tp_size + rank_in_replica)
-        position = torch.arange(len(groups)).repeat_interleave(self.config.rollout.n)
-        owner = torch.tensor(owner_of_group, dtype=torch.int64)[position]
-        of_replica = (owner // rollout.tp_size == rollout.replica).nonzero()[:, 0]
-        return Assignment(position, owner, of_replica, owner[of_replica] == dist.get_rank())
+        owners = torch.tensor(owner_of_group, dtype=torch.int64)
+        return Assignment.of(owners, self.config.rollout.n, rollout.replica, rollout.tp_size)
 
     def pack(
         self,

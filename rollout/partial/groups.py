@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -117,7 +117,7 @@ class OpenGroups:
         has_begun = group.oldest_version is not None
         return self.finishes_old and has_begun and group.age(version) >= self.max_staleness
 
-    def make_is_enough(self, num_complete: int, version: int) -> Callable[[set[int]], bool]:
+    def make_is_enough(self, num_complete: int, version: int) -> Callable[[Set[int]], bool]:
         """Return a function that tells whether enough groups are complete.
 
         The function gets the indices of those responses of running() that have ended since.
@@ -128,7 +128,7 @@ class OpenGroups:
         due = {group.number for group in self.groups if self.is_due(group, version)}
         counted: set[int] = set()
 
-        def is_enough(ended: set[int]) -> bool:
+        def is_enough(ended: Set[int]) -> bool:
             for i in ended - counted:
                 number = group_of[i]
                 missing[number] -= 1

@@ -7,7 +7,7 @@ numbers where it left off, so with unchanged weights its text does not depend on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -45,7 +45,7 @@ class ContinuingRollout:
         seeds: Sequence[int],
         num_drawn: Sequence[int],
         sampling: DictConfig,
-        is_enough: Callable[[set[int]], bool],
+        is_enough: Callable[[Set[int]], bool],
         image_prompts: Sequence[ImagePrompt] | None = None,
     ) -> tuple[Responses, dict[int, str]]:
         """Continue responses until enough of them are complete.

@@ -1,7 +1,7 @@
 """Step vLLM until the requests of a batch have ended."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import numpy as np
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from tqdm import tqdm
 from rollout.responses import Responses
 
 
-def never_enough(complete: set[int]) -> bool:
+def never_enough(ended: Set[int]) -> bool:
     """Let step_requests() go on until all requests have ended."""
     return False
 
@@ -20,7 +20,7 @@ def step_requests(
     request_ids: Sequence[str],
     responses: Responses,
     is_closed_batch: bool,
-    is_enough: Callable[[set[int]], bool] = never_enough,
+    is_enough: Callable[[Set[int]], bool] = never_enough,
     progress_label: str = "",
 ) -> tuple[dict[int, str], int]:
     """Step vLLM until all requests have ended, or enough of them.
@@ -53,7 +53,7 @@ def step_requests(
     )
     with progress:
         start = time.perf_counter()
-        while llm_engine.has_unfinished_requests() and not is_enough(set(reasons)):
+        while llm_engine.has_unfinished_requests() and not is_enough(reasons.keys()):
             num_steps += 1
             for output in llm_engine.step():
                 index = index_of[output.request_id]
