@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from examples import game
 from examples.arithmetic import make_model, make_tokenizer
 from examples.calculator import read_validations
-from tests.support.launch import run
+from tests.support.recipes import run_both_recipes
 
 SIZES = {"traces": 300, "val_traces": 10, "train": 10, "val": 5}
 
@@ -92,29 +91,8 @@ def test_both_recipes_run_with_a_small_model(tmp_path: Path, monkeypatch):
     tokenizer.add_tokens([prompt, *hints])
     make_model(tokenizer).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    settings = [f"data.cache_dir={tmp_path}/cache", "engine.compute_dtype=float32"]
-    run(
-        [
-            *(sys.executable, "train_sft.py", "examples/recipes/game_sft.yaml", *settings),
-            f"output_dir={tmp_path}/sft",
-            f"model.path={tmp_path}/model",
-            f"data.train_files={tmp_path}/traces.jsonl",
-            f"data.val_files={tmp_path}/val_traces.jsonl",
-            *("optim.lr=2e-3", "trainer.total_steps=40"),
-        ]
-    )
-    run(
-        [
-            *(sys.executable, "train_ppo.py", "examples/recipes/game_grpo.yaml", *settings),
-            f"output_dir={tmp_path}/grpo",
-            f"model.path={tmp_path}/sft/hf",
-            f"data.train_files={tmp_path}/train.jsonl",
-            f"data.val_files={tmp_path}/val.jsonl",
-            *("data.train_batch_size=2", "rollout.n=2", "trainer.total_steps=1"),
-            *("rollout.kv_cache_gib=0.25", "rollout.max_episode_tokens=512"),
-        ]
-    )
-    episodes = read_validations(tmp_path / "grpo")[1]
+    grpo = run_both_recipes("game", tmp_path, grpo_settings=["rollout.max_episode_tokens=512"])
+    episodes = read_validations(grpo)[1]
     assert len(episodes) == 4
     for episode in episodes:
         assert episode["turns"] > 1

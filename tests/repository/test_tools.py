@@ -2,14 +2,13 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from examples import calculator, tools
 from examples.arithmetic import make_model
-from tests.support.launch import run
+from tests.support.recipes import run_both_recipes
 
 SIZES = {"val": 20, "train": 30, "traces": 300, "val_traces": 10}
 
@@ -52,33 +51,9 @@ def test_both_recipes_run_with_a_small_model(tmp_path: Path, monkeypatch):
     tokenizer = calculator.make_tool_tokenizer()
     make_model(tokenizer).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    settings = [
-        f"data.cache_dir={tmp_path}/cache",
-        f"data.chat_template={tmp_path}/chat_template.jinja",
-        "engine.compute_dtype=float32",
-    ]
-    run(
-        [
-            *(sys.executable, "train_sft.py", "examples/recipes/tools_sft.yaml", *settings),
-            f"output_dir={tmp_path}/sft",
-            f"model.path={tmp_path}/model",
-            f"data.train_files={tmp_path}/traces.jsonl",
-            f"data.val_files={tmp_path}/val_traces.jsonl",
-            *("optim.lr=2e-3", "trainer.total_steps=40"),
-        ]
-    )
-    run(
-        [
-            *(sys.executable, "train_ppo.py", "examples/recipes/tools_grpo.yaml", *settings),
-            f"output_dir={tmp_path}/grpo",
-            f"model.path={tmp_path}/sft/hf",
-            f"data.train_files={tmp_path}/train.jsonl",
-            f"data.val_files={tmp_path}/val.jsonl",
-            *("data.train_batch_size=2", "rollout.n=2", "trainer.total_steps=1"),
-            "rollout.kv_cache_gib=0.25",
-        ]
-    )
-    episodes = calculator.read_validations(tmp_path / "grpo")[1]
+    template = f"data.chat_template={tmp_path}/chat_template.jinja"
+    grpo = run_both_recipes("tools", tmp_path, [template])
+    episodes = calculator.read_validations(grpo)[1]
     assert len(episodes) == 4
     called = [json.dumps(episode["messages"]) for episode in episodes]
     assert all('"name": "calculate"' in text for text in called)
