@@ -180,7 +180,7 @@ def pack(branches: Sequence[Branch], num_candidates: int) -> Batch:
     """
     lengths = torch.tensor([len(branch.token_ids) for branch in branches], dtype=torch.int64)
     cu_seqlens = make_cu_seqlens(lengths)
-    loss_mask = torch.tensor(flatten([branch.is_sampled for branch in branches])).float()
+    loss_mask = float32([branch.is_sampled for branch in branches])
     fields = {
         "loss_mask": loss_mask,
         "rollout_log_probs": float32([branch.log_probs for branch in branches]),
@@ -192,12 +192,13 @@ def pack(branches: Sequence[Branch], num_candidates: int) -> Batch:
         if sampled:
             candidates[loss_mask.bool().numpy()] = np.concatenate(sampled)
         fields["candidate_ids"] = torch.from_numpy(candidates)
-    token_ids = flatten([branch.token_ids for branch in branches])
-    return Batch(torch.tensor(token_ids, dtype=torch.int64), cu_seqlens, fields)
+    token_ids = np.array(flatten([branch.token_ids for branch in branches]), np.int64)
+    return Batch(torch.from_numpy(token_ids), cu_seqlens, fields)
 
 
 def float32(values: Sequence[list[float]]) -> torch.Tensor:
-    return torch.tensor(flatten(values), dtype=torch.float32)
+    # NumPy reads lists faster than torch does.
+    return torch.from_numpy(np.array(flatten(values), np.float32))
 
 
 def flatten(parts: Sequence[list]) -> list:

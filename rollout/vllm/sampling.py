@@ -92,6 +92,7 @@ def sampling_params(
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         spaces_between_special_tokens=False,
+        skip_clone=True,  # vLLM may keep this object, which no other request uses
     )
 
 

@@ -34,6 +34,20 @@ def save_tokenizer(folder: Path, template: str | None, end: str) -> Path:
     return folder
 
 
+def gateway_settings(model_path: Path) -> dict:
+    return {
+        "model_path": str(model_path),
+        "chat_template": None,
+        "template_kwargs": {},
+        "tool_parser": "none",
+        "reasoning_parser": None,
+        "stop_token_ids": [],
+        "max_model_len": 2000,
+        "vocab_size": VOCAB_SIZE,
+        "special_tokens_in_text": None,
+    }
+
+
 class GatewayProcess:
     """A running gateway, seen from the trainer's end and from a client's."""
 
@@ -47,18 +61,7 @@ class GatewayProcess:
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
         gateway_end.close()
-        defaults = {
-            "model_path": str(model_path),
-            "chat_template": None,
-            "template_kwargs": {},
-            "tool_parser": "none",
-            "reasoning_parser": None,
-            "stop_token_ids": [],
-            "max_model_len": 2000,
-            "vocab_size": VOCAB_SIZE,
-            "special_tokens_in_text": None,
-        }
-        self.send(defaults | settings)
+        self.send(gateway_settings(model_path) | settings)
         self.first = self.receive()
         self.threads = ThreadPoolExecutor(8)
         if "ready" in self.first:

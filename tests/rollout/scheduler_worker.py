@@ -140,6 +140,7 @@ def compare(rollout: Rollout, config, changes: dict, number: int) -> dict:
         "truncated": int(truncated.sum()),
         "steps": scheduler.num_steps,
         "steps of vLLM": scheduler.num_vllm_steps,
+        "admissions": scheduler.num_admissions,
         "closed batch share": rollout.closed_batch_share,
         "fields": sorted(batch.fields),
         "requests left": len(scheduler.requests),

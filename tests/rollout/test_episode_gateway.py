@@ -1,5 +1,6 @@
 """The gateway as a process: HTTP on one side, the trainer's socket on the other."""
 
+import os
 import signal
 import socket
 import time
@@ -8,12 +9,14 @@ from concurrent.futures import Future, wait
 import httpx
 import pytest
 
+from rollout.episodes.server import GatewayServer
 from tests.data.chat_templates import CHATML, CONTROL, QWEN2, make_tokenizer
 from tests.rollout.episode_gateway import (
     SAMPLING,
     SECONDS,
     VOCAB_SIZE,
     GatewayProcess,
+    gateway_settings,
     save_tokenizer,
 )
 
@@ -565,3 +568,45 @@ def test_no_template(tmp_path):
     response = process.post(CHAT, "key", {"messages": HELLO})
     assert "data.chat_template" in response.json()["error"]["message"]
     process.close()
+
+
+# -- the trainer's end ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(model_path):
+    started = GatewayServer(gateway_settings(model_path))
+    yield started
+    started.close()
+
+
+def receive_one(server: GatewayServer) -> dict:
+    deadline = time.monotonic() + SECONDS
+    messages: list[dict] = []
+    while not messages:
+        assert time.monotonic() < deadline
+        messages = server.receive(0.1)
+    (message,) = messages
+    return message
+
+
+def test_the_trainer_does_not_wait_for_the_gateway_to_read(server):
+    """The sockets hold less than a megabyte; the rest arrives later."""
+    os.kill(server.process.pid, signal.SIGSTOP)
+    long_key = "k" * 2**16
+    limits = {"max_turns": None, "max_episode_tokens": None}
+    message = {"begin": [long_key], "sampling": SAMPLING, "section": "rollout", **limits}
+    for _ in range(100):
+        server.send(message)
+    server.send({"end": True})
+    assert server.receive(0.01) == []
+    os.kill(server.process.pid, signal.SIGCONT)
+    assert receive_one(server) == {"ended": True}
+
+
+def test_the_trainer_learns_that_the_gateway_has_ended(server):
+    server.process.kill()
+    server.process.wait()
+    server.send({"end": True})
+    with pytest.raises(RuntimeError, match="the gateway of episodes ended by signal SIGKILL"):
+        server.receive(1.0)

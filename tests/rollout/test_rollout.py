@@ -74,6 +74,8 @@ def test_the_closed_batch_scheduler_gives_vllms_results(
         assert all(0 < share < 0.2 for share in shares_of_vllm), shares_of_vllm
     else:
         assert set(shares_of_vllm) == {0}
+        # 24 requests are admitted at first, and the other 24 not one by one.
+        assert max(compared["admissions"] for compared in rounds.values()) <= 12
     own_calls, vllm_calls = rounds["1 greedy"]["calls per token"]
     assert own_calls < (40 if ranks == 1 else 9)
     assert vllm_calls > 60
