@@ -105,6 +105,7 @@ def set_up(config):
 def train(run, engine) -> None:
     """Train until the last step, or until a rank is asked to stop."""
     from engines.parallel import device
+    from job.metrics import throughput, with_prefix
     from job.setup import check_skipped
 
     trainer = run.config.trainer
@@ -170,28 +171,6 @@ def sft_loss(num_tokens: int):
         return -(log_probs * mask).sum() / num_tokens, {"entropy": mean_entropy}
 
     return loss_fn
-
-
-def with_prefix(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Return metrics under names with a prefix; names that already have one keep it."""
-    return {name if "/" in name else f"{prefix}/{name}": x for name, x in metrics.items()}
-
-
-def throughput(run, tokens_per_second: float, flops_per_second: float) -> dict[str, float]:
-    """Return the speed per device as metrics.
-
-    Model FLOPs utilization (MFU) is left out if the device's peak is unknown.
-
-    Args:
-        tokens_per_second, flops_per_second: speed of all devices together.
-    """
-    from engines.parallel.device import peak_flops
-
-    metrics = {"perf/tokens_per_second": tokens_per_second / run.world_size}
-    peak = peak_flops(run.device)
-    if peak:
-        metrics["perf/mfu"] = flops_per_second / run.world_size / peak
-    return metrics
 
 
 def validate(engine, val, batch_size: int) -> dict[str, float]:

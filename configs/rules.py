@@ -287,6 +287,12 @@ COUNT_OR_SHARE = rule(
 DROPOUT = rule(
     "must be at least 0 and less than 1", lambda v: 0 <= v < 1, minimum=0, exclusiveMaximum=1
 )
+SMOOTHING = rule(
+    "must be at least 0 and less than 0.5",
+    lambda v: 0 <= v < 0.5,
+    minimum=0,
+    exclusiveMaximum=0.5,
+)
 TOP_K = rule(
     "must lie between 1 and 1024, or be -1 for all tokens",
     lambda v: v == -1 or 1 <= v <= 1024,
@@ -333,6 +339,7 @@ RULES = {
     "data.truncation": one_of("error", "left", "right", "drop"),
     "data.max_tokens_per_micro_batch": at_least(2),
     "data.system_key": optional(str),
+    "data.label_key": optional(str),
     "data.system_prompt": optional(str),
     "data.lost_fields": one_of("error", "drop", "ignore"),
     "data.chat_template": optional(str, PATH),
@@ -446,6 +453,10 @@ RULES = {
     "critic.cliprange_value": at_least(0.0),
     "critic.warmup_steps": at_least(0),
     "reference.path": optional(str, PATH),
+    "algorithm.loss": FUNCTION,
+    "algorithm.beta": optional(NUMBER, above(0.0)),
+    "algorithm.label_smoothing": optional(NUMBER, SMOOTHING),
+    "algorithm.sft_coef": at_least(0.0),
     "engine.param_dtype": DTYPE,
     "engine.compute_dtype": DTYPE,
     "engine.reduce_dtype": DTYPE,

@@ -8,6 +8,7 @@
     tokenization, lengths, cache    whole files -> a cache folder on disk
     dataset      tokenized rows for fine-tuning
     prompts      tokenized prompts for reinforcement learning
+    preferences, preference_dataset    pairs of answers, and answers with a label
     records, sources          the complete rows, and the files that they come from
     batching/    the order of rows, batches, and their division over ranks
 

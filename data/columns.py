@@ -24,11 +24,17 @@ DEFAULT_COLUMNS = {
     "messages_key": "messages",
     "prompt_key": "prompt",
     "response_key": "response",
+    "chosen_key": "chosen",
+    "rejected_key": "rejected",
+    "label_key": "label",
     "images_key": "images",
     "tools_key": "tools",
     "template_kwargs_key": "chat_template_kwargs",
     "system_key": "system",
 }
+
+# The keys for columns of preferences alone.
+PREFERENCE_KEYS = ("chosen_key", "rejected_key", "label_key")
 
 # Why rows are cut or not used, by the name of their count in stats.json.
 REASONS_FOR_UNUSED_ROWS = {
@@ -36,6 +42,7 @@ REASONS_FOR_UNUSED_ROWS = {
     "truncated": "cut to {limit} (data.truncation={truncation})",
     "dropped_lost_fields": "dropped because of data.lost_fields=drop",
     "dropped_no_loss": "not used, because no token is trained",
+    "dropped_identical": "not used, because the chosen and the rejected answer are the same",
 }
 
 
@@ -73,7 +80,12 @@ def to_json(use: RowUse) -> str:
 
 
 def describe_use(
-    row: dict, shape: str, options, losses: Iterable[Loss], with_response: bool
+    row: dict,
+    shape: str,
+    options,
+    losses: Iterable[Loss],
+    with_response: bool,
+    chat_columns: list[str] | None = None,
 ) -> str:
     """Return the RowUse of a row as JSON.
 
@@ -82,17 +94,19 @@ def describe_use(
         shape: the name of its shape (data/shapes.py), or "".
         losses: from data.chat.lost.find_losses().
         with_response: whether the response is read, too (fine-tuning).
+        chat_columns: for preferences, the columns that are read.
     """
     lost = names_of(losses, LOST)
     unread = names_of(losses, UNREAD)
-    chat_columns = columns_of_chat(row, shape, options, with_response)
+    named_columns = key_columns(options, with_response, has_answers=chat_columns is not None)
+    if chat_columns is None:
+        chat_columns = columns_of_chat(row, shape, options, with_response)
     input_columns = columns_of_inputs(row, options)
     columns = [column for column in [*chat_columns, *input_columns] if column not in lost]
     present = [column for column, value in row.items() if not is_empty(value)]
     fields = list(fields_of_messages(row, chat_columns))
     ignored = [name for name in fields if name in options.ignored_fields]
     ignored += [name for name in unread if name not in ignored]
-    named_columns = key_columns(options, with_response)
     use = RowUse(
         tuple(column for column in columns if column in present),
         tuple(name for name in fields if name not in ignored and name not in lost),
@@ -108,9 +122,15 @@ def describe_use(
     return to_json(use)
 
 
-def key_columns(options, with_response: bool) -> list[str]:
-    """Return the columns that the keys of `data` name."""
+def key_columns(options, with_response: bool, has_answers: bool) -> list[str]:
+    """Return the columns that the keys of `data` name.
+
+    Args:
+        has_answers: whether the rows are preferences.
+    """
     keys = [key for key in DEFAULT_COLUMNS if with_response or key != "response_key"]
+    if not has_answers:
+        keys = [key for key in keys if key not in PREFERENCE_KEYS]
     columns = [getattr(options, key) for key in keys]
     return [column for column in columns if column]
 

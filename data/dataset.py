@@ -179,6 +179,11 @@ class TokenDataset:
             missing -= found
         return trained
 
+    def sequences(self, index: int) -> list[tuple[str, list[int], list[int]]]:
+        """Return (name, ids, mask of the tokens to learn) of each sequence of a row, to show it."""
+        row = slice(self.cu_seqlens[index], self.cu_seqlens[index + 1])
+        return [(f"row {index + 1}", self.input_ids[row].tolist(), self.loss_mask[row].tolist())]
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the rows at these indices, in this order.
 

@@ -2,10 +2,12 @@
 
     python -m data.preview FILE model.path=MODEL [my.yaml] [key=value ...]
     python -m data.preview --prompts FILE model.path=MODEL [my.yaml] [key=value ...]
+    python -m data.preview --preferences FILE model.path=MODEL [my.yaml] [key=value ...]
 
-The first form is for files of train_sft.py, the second for prompts of train_ppo.py. Trained tokens
-are green on a terminal, and between [[ and ]] elsewhere. After the rows follow the columns and
-message fields that are read, and those that are ignored. --rows N shows N rows instead of 3.
+The first form is for files of train_sft.py, the second for prompts of train_ppo.py, and the third
+for preferences of train_dpo.py. Trained tokens are green on a terminal, and between [[ and ]]
+elsewhere. After the rows follow the columns and message fields that are read, and those that are
+ignored. --rows N shows N rows instead of 3.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from config import InputError, load, report
-from data import dataset, prompts
+from data import dataset, preference_dataset, prompts
 from data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from data.columns import report_lines, uses_of_file
 from data.dataset import TokenDataset
 from data.files import find_files, read_rows
 from data.lengths import LengthLimit
+from data.preference_dataset import split_answers
 from data.prompts import PromptDataset
 from data.tokenization import CacheSpec, Source, plain_options, tokenize_rows
 
@@ -33,6 +36,12 @@ NUM_ROWS = 3
 MAX_LENGTH = 2000  # characters shown of a run of tokens; the middle of a longer one is left out
 TRAINED_ON_TERMINAL = ("\x1b[32m", "\x1b[0m")
 TRAINED_ELSEWHERE = ("[[", "]]")
+# The configuration file, and how a row is tokenized, by the kind of rows.
+KINDS = {
+    "training": ("sft.yaml", dataset.SPEC),
+    "prompts": ("ppo.yaml", prompts.SPEC),
+    "preferences": ("dpo.yaml", preference_dataset.SPEC),
+}
 # All but tabs and line ends. They would change a terminal, or the direction of a text.
 CONTROL_CHARACTER = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -83,12 +92,18 @@ def row_lines(name: str, row: dict, chat: ChatTokenizer, limit: LengthLimit) -> 
         yield f"error: {row['error']}"
     elif row["is_lost"]:
         yield f"{name}: dropped, because the template loses a part of it (data.lost_fields=drop)"
+    elif row.get("is_identical"):
+        yield f"{name}: not used: the chosen and the rejected answer are the same"
     elif not ids and not row["length"]:
         yield f"{name}: not used: the line is blank"
     elif not ids and limit.is_exceeded(row["length"]):
         yield f"{name}: not used: {row['length']} tokens, more than data.{limit.key}={limit.tokens}"
     elif not ids:
         yield f"{name}: not used: no token is trained"
+    elif "chosen_tokens" in row:
+        answers = split_answers(name, ids, row["loss_mask"], row["chosen_tokens"])
+        for answer_name, answer_ids, mask in answers:
+            yield from token_lines(answer_name, answer_ids, mask, chat)
     else:
         yield from token_lines(name, ids, row.get("loss_mask"), chat)
 
@@ -97,14 +112,12 @@ def preview_dataset(data: TokenDataset | PromptDataset, tokenizer, num_rows: int
     """Yield the lines of a preview of the first rows of a tokenized data set."""
     chat = ChatTokenizer(tokenizer)
     for i in range(min(num_rows, len(data))):
-        mask = None
         if isinstance(data, TokenDataset):
-            batch = data.batch([i])
-            ids = batch.input_ids.tolist()
-            mask = batch.fields["loss_mask"].int().tolist()
+            sequences = data.sequences(i)
         else:
-            ids = data[i].input_ids
-        yield from token_lines(f"row {i + 1}", ids, mask, chat)
+            sequences = [(f"row {i + 1}", data[i].input_ids, None)]
+        for name, ids, mask in sequences:
+            yield from token_lines(name, ids, mask, chat)
 
 
 def token_lines(
@@ -159,14 +172,22 @@ def main(arguments: list[str]) -> None:
 
     parser = argparse.ArgumentParser("python -m data.preview", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--prompts", action="store_true", help="the rows are for train_ppo.py")
+    kinds = parser.add_mutually_exclusive_group()
+    for kind, script in (("prompts", "train_ppo.py"), ("preferences", "train_dpo.py")):
+        kinds.add_argument(
+            f"--{kind}",
+            dest="kind",
+            action="store_const",
+            const=kind,
+            default="training",
+            help=f"the rows are for {script}",
+        )
     parser.add_argument("--rows", type=row_count, default=NUM_ROWS, help="number of rows to show")
     parser.add_argument("file", help="a data file, or a pattern or a directory of them")
     parser.add_argument("settings", nargs="*", help="YAML files and key=value pairs")
     args = parser.parse_intermixed_args(arguments)
     datasets.disable_progress_bars()  # they would stand between the lines
-    defaults = "ppo.yaml" if args.prompts else "sft.yaml"
-    spec = prompts.SPEC if args.prompts else dataset.SPEC
+    defaults, spec = KINDS[args.kind]
     config = load(defaults, [*args.settings, f"data.train_files={args.file}"])
     for path in find_files(config.data.train_files):
         for line in preview_file(path, spec, config, args.rows):

@@ -273,6 +273,8 @@ def column_types() -> dict:
         "error": Value("string"),
         "use": Value("string"),
         "is_lost": Value("bool"),
+        "is_identical": Value("bool"),
+        "chosen_tokens": Value("int32"),
         "cut": Value("bool"),
         "pixels": Value("large_binary"),
         "image_sizes": List(List(Value("int32"))),
@@ -347,14 +349,18 @@ def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
     * loss_tokens, dropped_no_loss (SFT): the number of trained tokens, and of rows without any;
     * images, dropped_images (with images): the number of images, and of rows that are dropped
       because truncation would cut them within an image's tokens;
-    * dropped_lost_fields (if there are any): the number of rows that data.lost_fields drops.
+    * dropped_lost_fields (if there are any): the number of rows that data.lost_fields drops;
+    * dropped_identical (preferences): the number of rows whose two answers are the same.
 
     Raises:
         InputError: no row is left.
     """
     counts = count_rows(table, limit)
+    num_identical = 0
+    if "is_identical" in table.column_names:
+        num_identical = sum(table["is_identical"].to_pylist())
     if not counts.is_used.any():
-        raise InputError(no_row_left(counts, limit))
+        raise InputError(no_row_left(counts, limit, num_identical))
     used_lengths = counts.kept_lengths[counts.is_used]
     stats = {
         "rows": int(counts.is_used.sum()),
@@ -370,6 +376,9 @@ def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
         loss_mask = write_array(folder, "loss_mask", np.uint8, table, stats["tokens"])
         stats["dropped_no_loss"] = counts.num_untrained
         stats["loss_tokens"] = int(loss_mask.sum(dtype=np.int64))
+    if "chosen_tokens" in table.column_names:
+        np.save(folder / "chosen_tokens.npy", table["chosen_tokens"].to_numpy()[counts.is_used])
+        stats["dropped_identical"] = num_identical
     if "record" in table.column_names:
         write_records(folder, chain.from_iterable(c.to_pylist() for c in table["record"].chunks))
     if "pixels" in table.column_names:
@@ -432,7 +441,7 @@ def count_rows(table, limit: LengthLimit) -> RowCounts:
     )
 
 
-def no_row_left(counts: RowCounts, limit: LengthLimit) -> str:
+def no_row_left(counts: RowCounts, limit: LengthLimit, num_identical: int) -> str:
     if not counts.has_text:
         return "no row is left: all lines of the files are blank"
     num_long = counts.num_dropped + counts.num_cut
@@ -441,6 +450,8 @@ def no_row_left(counts: RowCounts, limit: LengthLimit) -> str:
         message += f", {counts.num_untrained} have no trained token"
     if counts.num_lost:
         message += f", {counts.num_lost} lose text under the chat template (data.lost_fields=drop)"
+    if num_identical:
+        message += f", {num_identical} have two answers that are the same"
     return message
 
 

@@ -10,6 +10,7 @@ Two engines implement the same interface and compute the same results.
     heads, logprobs     log-probabilities and values from the last hidden states
     optimizer, schedule, dropout    optimizers, learning rates, random numbers for dropout
     adapter_guard       a check that adapters learn
+    reference           the configuration of a frozen reference model
     memory, memory_terms    the common part of both engines' memory estimates
     check               the command `python -m engines.check`
 

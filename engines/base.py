@@ -74,7 +74,9 @@ class Engine(ABC):
 
     # -- batches ---------------------------------------------------------------------------------
 
-    def plan(self, lengths: list[int], image_flops: list[float] | None = None) -> Plan:
+    def plan(
+        self, lengths: list[int], image_flops: list[float] | None = None, group_size: int = 1
+    ) -> Plan:
         """Plan which sequences of a batch this rank works on, and in which micro-batches.
 
         All passes over a batch that use the same plan have the same micro-batches.
@@ -82,10 +84,14 @@ class Engine(ABC):
         Args:
             lengths: number of tokens in each sequence of the batch; the same on all ranks.
             image_flops: FLOPs for the images of each sequence, see image_flops().
+            group_size: the number of neighbouring sequences that stay in one micro-batch, such as 2
+                for pairs.
         """
         flops_of_length = {length: self.flops([length]) for length in {*lengths}}
         image_flops = image_flops or [0.0] * len(lengths)
         costs = [flops_of_length[length] + flops for length, flops in zip(lengths, image_flops)]
+        if group_size > 1:
+            return self._planner().plan_groups(lengths, costs, group_size)
         return self._planner().plan(lengths, costs)
 
     def divide_share(self, lengths: list[int]) -> MicroBatches:

@@ -52,6 +52,34 @@ class Planner:
         micro_batches = self.divide_share([lengths[i] for i in own_share])
         return Plan(own_share, micro_batches, first_rank, torch.ones_like(first_rank))
 
+    def plan_groups(self, lengths: list[int], costs: Sequence[float], group_size: int) -> Plan:
+        """Return this rank's part of a batch in which neighbouring sequences stay together.
+
+        Args:
+            lengths, costs: as in plan(), for whole groups of sequences.
+            group_size: the number of sequences in a group, such as 2 for pairs.
+        """
+        multiple = self.padding_multiple(self._largest_cp_size())
+        lengths_of_groups = []
+        costs_of_groups = []
+        for start in range(0, len(lengths), group_size):
+            members = slice(start, start + group_size)
+            padded = [round_up(length, multiple) for length in lengths[members]]
+            if not self.config.engine.use_remove_padding:
+                padded = [max(padded)] * group_size
+            lengths_of_groups.append(sum(padded))
+            costs_of_groups.append(sum(costs[members]))
+        return self.plan(lengths_of_groups, costs_of_groups).expanded(group_size)
+
+    def _largest_cp_size(self) -> int:
+        """Return the largest number of ranks that may share a sequence.
+
+        Sequences that are padded for this number are padded for smaller ones, too.
+        """
+        if has_dynamic_cp(self.config.engine):
+            return 1 << (self.dp_size.bit_length() - 1)
+        return fixed_cp_size(self.config.engine)
+
     def _plan_dynamic(self, lengths: list[int], costs: Sequence[float]) -> Plan:
         """Choose a group of ranks for every sequence."""
         passes = schedule(

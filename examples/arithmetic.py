@@ -3,8 +3,8 @@
     python examples/arithmetic.py build DIR              # models with random weights, and data
     python examples/arithmetic.py ask MODEL_DIR [--n 8]  # held-out problems and the model's answers
 
-`build` writes DIR/model, DIR/mimo, DIR/{train,val}.jsonl and DIR/worked/. `ask` also counts how
-many of 200 answers are right.
+`build` writes DIR/model, DIR/mimo, DIR/{train,val}.jsonl, DIR/worked/ and DIR/pairs/. `ask` also
+counts how many of 200 answers are right.
 
 The model is a Qwen3 of 1.4 million parameters that reads and writes single characters. The task is
 arithmetic as a chat. Half of the questions ask only for the number; the other half also ask for the
@@ -12,7 +12,8 @@ steps column by column ("7+8=15, 4+3+1=8, 85"). So answers have 2 to 30 characte
 to write columns in minutes; numbers without columns take far longer. One in five replies to the
 first kind of question shows the columns anyway; reinforcement learning finds that this pays off.
 
-DIR/worked has the same problems with the columns in every reply, for training adapters. DIR/mimo is
+DIR/worked has the same problems with the columns in every reply, for training adapters. DIR/pairs
+has them with two replies, of which the one with the columns is preferred. DIR/mimo is
 a model of the same size with a layer for multi-token prediction. The same arguments always give
 byte-identical files.
 """
@@ -158,6 +159,18 @@ def make_rows(always_worked: bool = False) -> tuple[list[dict], list[dict]]:
     return train, val
 
 
+def make_pairs() -> tuple[list[dict], list[dict]]:
+    """Return preferences for training and for validation: replies with columns, and without."""
+    train, val = make_rows(always_worked=True)
+    return list(map(make_pair, train)), list(map(make_pair, val))
+
+
+def make_pair(row: dict) -> dict:
+    question, worked_reply = row["messages"]
+    bare_reply = worked_reply | {"content": row["answer"]}
+    return {"prompt": [question], "chosen": [worked_reply], "rejected": [bare_reply]}
+
+
 def write_rows(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -249,6 +262,10 @@ def build(directory: Path) -> None:
     worked_train, worked_val = make_rows(always_worked=True)
     write_rows(directory / "worked" / "train.jsonl", worked_train)
     write_rows(directory / "worked" / "val.jsonl", worked_val)
+    (directory / "pairs").mkdir(exist_ok=True)
+    train_pairs, val_pairs = make_pairs()
+    write_rows(directory / "pairs" / "train.jsonl", train_pairs)
+    write_rows(directory / "pairs" / "val.jsonl", val_pairs)
     train, val = make_rows()
     write_rows(directory / "val.jsonl", val)
     # Written last: the Makefile takes this file as the sign that everything is complete.

@@ -25,6 +25,8 @@ from profiling.report import write_report
 # Metrics on the console, in this order.
 CONSOLE = {
     "train/loss": "loss {:.4f}",
+    "rewards/accuracies": "accuracy {:.1%}",
+    "rewards/margins": "margin {:.3f}",
     "score/mean": "score {:.3f}",
     "reward/informative_groups": "informative {:.0%}",
     "episodes/turns/mean": "turns {:.1f}",
@@ -32,6 +34,8 @@ CONSOLE = {
     "response_length/mean": "length {:.1f}",
     "val/loss": "val loss {:.4f}",
     "val/exact_match": "exact match {:.1%}",
+    "val/rewards/accuracies": "val accuracy {:.1%}",
+    "val/rewards/margins": "val margin {:.3f}",
     "actor/entropy": "entropy {:.3f}",
     "actor/ppo_kl": "ppo kl {:.1e}",
     "actor/kl_loss": "reference kl {:.1e}",

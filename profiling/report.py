@@ -34,6 +34,10 @@ AGES = range(9)  # of tokens with rollout.partial, in steps; older ones are not 
 PANELS = [
     Panel("loss", ["train/loss", "val/loss"]),
     Panel("exact match", ["val/exact_match"]),
+    Panel("accuracy of preferences", ["rewards/accuracies", "val/rewards/accuracies"]),
+    Panel("rewards of answers", ["rewards/chosen", "rewards/rejected"]),
+    Panel("margin of rewards", ["rewards/margins", "val/rewards/margins"]),
+    Panel("log-probability of answers [nats]", ["logps/chosen", "logps/rejected"]),
     Panel("score per response", ["score/mean"]),
     Panel("validation score", []),
     Panel("groups with different scores", ["reward/informative_groups"]),
@@ -65,7 +69,7 @@ PANELS = [
     ),
 ]
 # Metrics val/... that do not come from the reward function.
-BUILT_IN_VALIDATION = ("loss", "exact_match", "response_length", "truncated", "failures")
+BUILT_IN_VALIDATION = ("loss", "exact_match", "rewards", "response_length", "truncated", "failures")
 # Metrics in the table below the stages: name -> unit.
 SPEED_AND_MEMORY = {
     "perf/tokens_per_second": "tokens/s per device",

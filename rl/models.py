@@ -4,9 +4,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from config import InputError, defaults
+from config import defaults
 from engines.build import engine_class
 from engines.heads import Head
+from engines.reference import check_same_vocabulary, reference_config
 from rl.functions import inputs_read
 
 
@@ -53,17 +54,6 @@ def critic_config(config: DictConfig) -> DictConfig:
     return OmegaConf.merge(config, {"model": model, "optim": {"lr": config.critic.lr}})
 
 
-def reference_config(config: DictConfig) -> DictConfig:
-    """Return the reference's configuration: a model without adapters, MTP layers or freezing."""
-    model = {
-        "path": config.reference.path or config.model.path,
-        "freeze": [],
-        "lora": defaults("model.lora"),
-        "mtp": defaults("model.mtp"),
-    }
-    return OmegaConf.merge(config, {"model": model})
-
-
 def head_of(role: str) -> Head:
     """Return the head of a role's model: values for the critic, else log-probabilities."""
     return Head.VALUES if role == "critic" else Head.LOG_PROBS
@@ -82,12 +72,7 @@ def check_models(config: DictConfig, world_size: int) -> Any:
     }
     actor = hf_configs["actor"]
     for role, hf_config in hf_configs.items():
-        if hf_config.vocab_size != actor.vocab_size:
-            raise InputError(
-                f"{role}.path={config[role].path} has a vocabulary of {hf_config.vocab_size} "
-                f"tokens, but model.path={config.model.path} has one of {actor.vocab_size}: choose "
-                "models with the same vocabulary"
-            )
+        check_same_vocabulary(config, role, hf_config, actor)
     return actor
 
 

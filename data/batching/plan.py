@@ -54,6 +54,23 @@ class Plan:
         """
         return self.first[self.sequences] == rank
 
+    def expanded(self, group_size: int) -> "Plan":
+        """Return the plan of the sequences for a plan of groups of neighbouring sequences.
+
+        Group i consists of the sequences group_size * i, group_size * i + 1, ...
+        """
+
+        def members(groups: Sequence[int]) -> list[int]:
+            return [group_size * group + i for group in groups for i in range(group_size)]
+
+        return Plan(
+            members(self.sequences),
+            [(size, members(groups)) for size, groups in self.micro_batches],
+            self.first.repeat_interleave(group_size),
+            self.count.repeat_interleave(group_size),
+            self.metrics,
+        )
+
     @staticmethod
     def of(passes: Passes, rank: int, lengths: Sequence[int], costs: Sequence[float]) -> "Plan":
         """Return the plan of one rank.

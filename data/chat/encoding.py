@@ -20,8 +20,8 @@ from data.messages import LOSS_KEYS
 from data.rows import template_inputs, training_messages
 
 Result = TypeVar("Result")
-# The computation of one row. It yields the row's conversation, if there is one, and resumes after
-# encode_together() has tokenized the conversations of many rows in one call.
+# The computation of one row. It yields each of the row's conversations, if there are any, and
+# resumes after encode_together() has tokenized the conversations of many rows in one call.
 RowCoroutine = Generator[Conversation, None, Result]
 
 
@@ -126,7 +126,7 @@ def encode_together(rows: list[RowCoroutine[Result]]) -> list[Result | InputErro
     results: list = [None] * len(rows)
 
     def advance(index: int) -> Conversation | None:
-        """Run a row until it yields its conversation, or ends with a result."""
+        """Run a row until it yields its next conversation, or ends with a result."""
         try:
             return next(rows[index])
         except StopIteration as end:
@@ -135,14 +135,15 @@ def encode_together(rows: list[RowCoroutine[Result]]) -> list[Result | InputErro
             results[index] = error
         return None
 
-    waiting: dict[int, Conversation] = {}
-    for index in range(len(rows)):
-        conversation = advance(index)
-        if conversation is not None:
-            waiting[index] = conversation
-    tokenize_together(list(waiting.values()))
-    for index in waiting:
-        advance(index)
+    unfinished = list(range(len(rows)))
+    while unfinished:
+        waiting: dict[int, Conversation] = {}
+        for index in unfinished:
+            conversation = advance(index)
+            if conversation is not None:
+                waiting[index] = conversation
+        tokenize_together(list(waiting.values()))
+        unfinished = list(waiting)
     return results
 
 

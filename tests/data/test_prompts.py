@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from config import InputError
-from data import dataset, prompts as prompts_module
+from data import dataset, preference_dataset, prompts as prompts_module
 from data.chat.encoding import encode_together
 from data.chat.tokenizer import ChatTokenizer
 from data.dataset import tokenize
@@ -518,7 +518,7 @@ def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path)
     assert len(list((tmp_path / "cache").iterdir())) == 7
 
 
-@pytest.mark.parametrize("module", [dataset, prompts_module])
+@pytest.mark.parametrize("module", [dataset, prompts_module, preference_dataset])
 def test_every_option_that_tokenizes_a_row_is_part_of_the_caches_name(module):
     names = set()
 
@@ -530,12 +530,20 @@ def test_every_option_that_tokenizes_a_row_is_part_of_the_caches_name(module):
             return super().__getattribute__(name)
 
     sft = {"response_key": "response", "train_on": "all", "max_length": 200}
-    recorded = RecordedOptions(**vars(options(**sft)))
+    preferences = {"chosen_key": "chosen", "rejected_key": "rejected", "label_key": "label"}
+    recorded = RecordedOptions(**vars(options(**sft, **preferences)))
     chat = ChatTokenizer(make_tokenizer())
     rows = [{"prompt": "q", "response": "a"}, {"messages": [user("q"), assistant("a")]}]
+    if module is preference_dataset:
+        rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}] + [
+            row | {"label": True} for row in rows
+        ]
     results = encode_together([module.tokenize_row(row, chat, recorded) for row in rows])
     assert not [result for result in results if isinstance(result, InputError)]
-    assert {name for name in names if not name.startswith("__")} == set(module.OPTIONS)
+    read = {name for name in names if not name.startswith("__")}
+    if module is preference_dataset:
+        read.remove("train_on")  # the module itself sets it
+    assert read == set(module.OPTIONS)
 
 
 @pytest.mark.slow

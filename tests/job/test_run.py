@@ -11,6 +11,7 @@ import torch
 import train_sft
 from config import InputError, load
 from job.hardware import Hardware
+from job.metrics import throughput
 from job.progress import Progress
 from job.run import Run
 from job.setup import check_skipped, check_validation, count_steps
@@ -237,9 +238,9 @@ def test_nothing_is_due_with_a_frequency_of_minus_one(run):
 
 def test_speed_is_of_one_device(monkeypatch):
     run = SimpleNamespace(world_size=4, device=CPU)
-    assert train_sft.throughput(run, 100.0, 8e12) == {"perf/tokens_per_second": 25.0}
+    assert throughput(run, 100.0, 8e12) == {"perf/tokens_per_second": 25.0}
     monkeypatch.setattr("engines.parallel.device.peak_flops", lambda device: 8e12)
-    assert train_sft.throughput(run, 100.0, 8e12)["perf/mfu"] == 0.25
+    assert throughput(run, 100.0, 8e12)["perf/mfu"] == 0.25
 
 
 @pytest.mark.parametrize("step", [10, 9])

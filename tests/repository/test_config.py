@@ -289,7 +289,7 @@ def test_bounds_of_sampling(argument, message):
         ),
         ("ppo", "critic.enable", "algorithm.adv_estimator=gae uses a critic"),
         ("sft", "num_workers", "data.num_proc processes tokenize"),
-        ("sft", "stage", "train_sft.py and train_ppo.py are the stages"),
+        ("sft", "stage", "train_sft.py, train_dpo.py and train_ppo.py are the stages"),
         ("ppo", "optimizer", "the nearest is optim.name"),
         # A key that another script or engine reads.
         ("sft", "rollout.n", "only train_ppo.py reads it"),
@@ -762,7 +762,8 @@ def test_help_lists_every_key(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.startswith("the script's docstring\n")
     for key, place in readers().items():
-        assert place == "train_ppo.py" or f"{key.rpartition('.')[2]}:" in said, key
+        is_of_other_script = place in ("train_dpo.py", "train_ppo.py")
+        assert is_of_other_script or f"{key.rpartition('.')[2]}:" in said, key
 
 
 def without_packages(tmp_path, *kept: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from config import InputError, load
+from preferences.settings import check_settings as check_preferences
 from rl.settings import check_settings
 from tests.repository.pages import (
     BLOCK,
@@ -22,7 +23,7 @@ from tests.repository.test_house import PRODUCT
 from tests.support.launch import ROOT
 
 LANGUAGES = {"bash", "sh", "console", "python", "json", "text", "diff"}
-DEFAULTS = ("sft.yaml", "ppo.yaml")
+DEFAULTS = ("sft.yaml", "dpo.yaml", "ppo.yaml")
 # A setting or key of the pages has to exist for one of these: (defaults, engine).
 KINDS = [(defaults, engine) for defaults in DEFAULTS for engine in ("fsdp", "megatron")]
 PATHS = ["model.path=m", "data.train_files=t.jsonl"]
@@ -65,12 +66,14 @@ def test_settings_load_and_keys_exist(page):
 
 
 def can_load(defaults: str, engine: str, settings: list[str]) -> bool:
-    """Return whether settings load and, for PPO, do not contradict each other."""
+    """Return whether settings load and, for PPO and DPO, do not contradict each other."""
     names_users_function = re.search(r"my\.py:name|_kwargs\.", " ".join(settings))
     try:
         config = load(defaults, [*PATHS, f"model_engine={engine}", *settings])
         if defaults == "ppo.yaml" and not names_users_function:
             check_settings(config)
+        if defaults == "dpo.yaml" and not names_users_function:
+            check_preferences(config)
     except InputError:
         return False
     return True

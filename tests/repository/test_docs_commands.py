@@ -11,6 +11,7 @@ import torch.distributed.run
 from config import InputError, load
 from engines.build import engine_class
 from job.order import check_order_settings
+from preferences.settings import check_settings as check_preferences
 from rl.settings import check_settings
 from rollout.vllm.settings import check_rollout
 from tests.repository.pages import COMMANDS, PAGES, blocks, parse_launch
@@ -55,7 +56,7 @@ NOT_RUN_HERE = {
 def inner_command(command: str) -> str:
     """Return the command that nsys or sbatch launches, or the command itself."""
     command = re.sub(r"^nsys .*?(?=torchrun)", "", command)
-    return re.sub(r"^sbatch examples/slurm/(sft|ppo)\.sbatch", r"python train_\1.py", command)
+    return re.sub(r"^sbatch examples/slurm/(sft|dpo|ppo)\.sbatch", r"python train_\1.py", command)
 
 
 def kind_of(command: str) -> str:
@@ -93,6 +94,8 @@ def test_a_launch_has_a_valid_configuration(page, command, docs_folder, monkeypa
         config = load(defaults, [model, "data.train_files=train.jsonl", *arguments])
         engine_class(config.model_engine).check(config, launch.num_ranks)
         check_order_settings(config)
+        if defaults == "dpo.yaml":
+            check_preferences(config)
         if defaults == "ppo.yaml":
             check_settings(config)
             check_rollout(config, launch.num_ranks)

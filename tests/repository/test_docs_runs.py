@@ -218,7 +218,7 @@ def test_runs_log_the_metrics_of_the_tables(results, docs_folder):
 
 
 STAGES = re.findall(r"^\| train_(\w+).py \| (.*) \|$", PAGES["docs/profiling.md"], re.MULTILINE)
-ROOMS_WITH_STAGES = {"sft": [], "ppo": ["rl", "rollout"]}
+ROOMS_WITH_STAGES = {"sft": [], "dpo": ["preferences"], "ppo": ["rl", "rollout"]}
 
 
 @pytest.mark.parametrize("loop, stages", STAGES)
@@ -230,5 +230,5 @@ def test_the_code_has_the_stages_of_the_table(loop, stages):
     assert set(stages.split(", ")) == set(re.findall(r'\.stage\("(\w+)"', code))
 
 
-def test_both_loops_have_a_table_of_stages():
-    assert len(STAGES) == 2
+def test_all_loops_have_a_table_of_stages():
+    assert len(STAGES) == 3

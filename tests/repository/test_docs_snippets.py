@@ -10,13 +10,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from config import InputError, load
-from data import dataset, prompts
+from data import dataset, preference_dataset, prompts
 from data.batching.mixture import Mixture
 from data.batching.sampler import INPUTS, UserSampler
 from data.chat.encoding import encode_together
 from data.chat.tokenizer import ChatTokenizer
 from data.dataset import TokenDataset
 from data.prompts import PromptDataset
+from data.tokenization import plain_options
 from job.order import check_order_settings, make_order, sampler_reads, share_lines
 from rollout.grading.grader import Grader
 from tests import families
@@ -127,6 +128,11 @@ def test_there_are_rows():
 @pytest.mark.parametrize("row", rows_of_the_pages(), ids=json.dumps)
 def test_a_row_is_read(docs_folder, row):
     chat = ChatTokenizer(AutoTokenizer.from_pretrained(docs_folder / "model"))
+    if "chosen" in row:
+        options = plain_options(load("dpo.yaml", PATHS).data)
+        (tokens,) = encode_together([preference_dataset.tokenize_row(row, chat, options)])
+        assert 0 < tokens["chosen_tokens"] < len(tokens["input_ids"])
+        return
     if has_response(row):
         options = load("sft.yaml", PATHS).data
         (tokens,) = encode_together([dataset.tokenize_row(row, chat, options)])

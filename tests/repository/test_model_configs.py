@@ -27,6 +27,11 @@ from examples.arithmetic import make_tokenizer
 from examples.colours import TOKENS
 from job.hardware import Hardware
 from job.memory_plan import FULL, MemoryPlan
+from preferences.reference import (
+    check_models as check_preference_models,
+    role_configs as preference_roles,
+)
+from preferences.settings import check_settings as check_preferences
 from rl.models import check_models, role_configs
 from rl.settings import check_settings
 from rollout.vllm.capacity import count_parameters
@@ -48,7 +53,7 @@ class Launch:
     Attributes:
         file: the configuration.
         num_gpus: the number of GPUs of all nodes.
-        script: train_sft.py or train_ppo.py.
+        script: train_sft.py, train_dpo.py or train_ppo.py.
         arguments: the arguments of the script.
     """
 
@@ -141,10 +146,18 @@ def load_launch(launch: Launch, models: dict[str, Path], *more: str) -> DictConf
     return load(defaults, [*settings_of(launch, models), *more])
 
 
+def roles_of(config: DictConfig) -> dict:
+    """Return the configuration of each engine, by role."""
+    if "rollout" in config:
+        return role_configs(config)
+    if "reference" in config:
+        return preference_roles(config, check_preferences(config))
+    return {None: config}
+
+
 def fits(config: DictConfig, num_gpus: int) -> bool:
     """Return whether a run would start, and without a warning about memory."""
-    roles = role_configs(config) if "rollout" in config else {None: config}
-    plan = MemoryPlan(roles, Hardware(num_gpus, "cuda", GPU_GIB * GIB))
+    plan = MemoryPlan(roles_of(config), Hardware(num_gpus, "cuda", GPU_GIB * GIB))
     _, num_bytes = plan.largest()
     if num_bytes > FULL * GPU_GIB * GIB:
         return False
@@ -161,6 +174,8 @@ def test_a_launch_is_valid_and_fits(models, name):
     config = load_launch(launch, models)
     if launch.script == "train_sft.py":
         engine_class(config.model_engine).check(config, launch.num_gpus)
+    elif launch.script == "train_dpo.py":
+        check_preference_models(config, check_preferences(config), launch.num_gpus)
     else:
         check_settings(config)
         check_models(config, launch.num_gpus)

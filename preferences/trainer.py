@@ -1,0 +1,130 @@
+"""The trained engine, its reference and its loss, which compute a step together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from data.batching.batch import Batch
+from data.batching.plan import Plan
+from data.preference_dataset import PreferenceDataset
+from engines.base import Engine
+from engines.build import engine_class
+from engines.reference import reference_config
+from preferences.cache import cache_reference
+from preferences.losses import AnswerCounts, PreferenceLoss
+from preferences.mismatched import estimate_kl
+from preferences.reference import Reference, has_own_engine
+
+# (name of a stage, the engine that computes in it) -> a context that times it
+Stage = Callable[[str, Engine], AbstractContextManager]
+
+
+def untimed(name: str, engine: Engine) -> AbstractContextManager:
+    return nullcontext()
+
+
+@dataclass
+class PreferenceTrainer:
+    """Trains and evaluates on batches of preferences. All ranks call its methods together.
+
+    Attributes:
+        engine: the engine that is trained.
+        loss: the loss.
+        reference: None if the loss reads none, or if batches have its log-probabilities.
+        max_length: data.max_length, for the answers to other prompts.
+        stage: Profiler.stage; by default, stages are not timed.
+    """
+
+    engine: Engine
+    loss: PreferenceLoss
+    reference: Reference | None
+    max_length: int
+    stage: Stage = untimed
+
+    @classmethod
+    def build(
+        cls,
+        config: DictConfig,
+        loss: PreferenceLoss,
+        device: torch.device,
+        total_steps: int,
+        datasets: list[PreferenceDataset],
+        cache_dir: Path,
+    ) -> PreferenceTrainer:
+        """Build the engines. With reference.cache, the data sets get its log-probabilities.
+
+        These are computed first unless they have been cached, so that a frozen reference and the
+        trained engine are never both in memory.
+        """
+        engine = None
+        build = engine_class(config.model_engine)
+
+        def make_reference() -> Reference:
+            if not has_own_engine(config, loss):
+                return Reference(engine, without_adapters=True)
+            frozen = build(reference_config(config), device, total_steps, optimize=False)
+            return Reference(frozen, without_adapters=False)
+
+        is_cached = loss.needs_reference and config.reference.cache
+        if is_cached and has_own_engine(config, loss):
+            cache_reference(config, datasets, cache_dir, make_reference)
+        engine = build(config, device, total_steps)
+        if is_cached and not has_own_engine(config, loss):
+            cache_reference(config, datasets, cache_dir, make_reference)
+        reference = None
+        if loss.needs_reference and not is_cached:
+            reference = make_reference()
+        max_length = min(config.data.max_length, config.data.max_tokens_per_micro_batch)
+        return cls(engine, loss, reference, max_length)
+
+    def train_batch(self, batch: Batch, step: int) -> dict[str, float]:
+        """Take one optimizer step on the whole batch; see Engine.train_batch()."""
+        counts = AnswerCounts.of(batch)
+        kl, metrics = self._kl(batch)
+        plan, share = self._share_with_reference(batch)
+        with self.stage("train_batch", self.engine):
+            loss_fn = self.loss.of_batch(counts, kl)
+            results = self.engine.train_batch(share, loss_fn, step, plan.micro_batches)
+        return results | metrics | plan.metrics
+
+    def evaluate(self, batch: Batch) -> dict[str, float]:
+        """Return the loss and the metrics of the whole batch, without training."""
+        counts = AnswerCounts.of(batch)
+        kl, _ = self._kl(batch)
+        plan, share = self._share_with_reference(batch)
+        log_probs, entropy, _ = self.engine.log_probs(share, plan.micro_batches)
+        share.fields["log_probs"] = log_probs.cpu()
+        # A row that several ranks share counts once.
+        reported = share.select(plan.reported_by(self.engine.dp_rank).nonzero()[:, 0])
+        log_probs = reported.fields.pop("log_probs")
+        kl = None if kl is None else kl.cpu()
+        loss, amounts = self.loss.of_batch(counts, kl)(log_probs, None, reported.fields)
+        sums = {"loss": loss, **amounts}
+        totals = self.engine.sum_over_dp(torch.stack(list(sums.values())))
+        return dict(zip(sums, totals.tolist()))
+
+    def _kl(self, batch: Batch) -> tuple[Tensor | None, dict[str, float]]:
+        """Return the KL baseline of a batch, and its metric; nothing if the loss has none."""
+        if not self.loss.needs_kl:
+            return None, {}
+        with self.stage("compute_kl", self.engine):
+            kl, mean = estimate_kl(self.engine, self.reference, batch, self.max_length)
+        return kl, {"kl": mean}
+
+    def _share_with_reference(self, batch: Batch) -> tuple[Plan, Batch]:
+        """Return the plan of a batch and this rank's share, with the reference's field."""
+        group_size = 2 if self.loss.takes_pairs else 1
+        plan = self.engine.plan(batch.lengths, group_size=group_size)
+        share = batch.select(plan.sequences)
+        if self.reference is not None:
+            with self.stage("ref_compute_log_prob", self.reference.engine):
+                ref_log_probs = self.reference.log_probs(share, plan.micro_batches)
+            share.fields["ref_log_probs"] = ref_log_probs
+        return plan, share

@@ -1,0 +1,61 @@
+"""Loss and accuracy on rows that are not trained on."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from data.preference_dataset import PreferenceDataset
+from preferences.losses import AnswerCounts
+from preferences.trainer import PreferenceTrainer
+
+
+@dataclass
+class Totals:
+    """Sums over batches: of losses and right answers, and of the rewards of each kind of answer."""
+
+    loss: float = 0.0
+    num_right: float = 0.0
+    chosen: float = 0.0
+    rejected: float = 0.0
+    num_losses: int = 0
+    num_chosen: int = 0
+    num_rejected: int = 0
+
+    def add(self, means: dict[str, float], counts: AnswerCounts, num_losses: int) -> None:
+        """Add the means over a batch."""
+        self.loss += means["loss"] * num_losses
+        self.num_right += means["rewards/accuracies"] * num_losses
+        self.chosen += means["rewards/chosen"] * counts.num_chosen
+        self.rejected += means["rewards/rejected"] * counts.num_rejected
+        self.num_losses += num_losses
+        self.num_chosen += counts.num_chosen
+        self.num_rejected += counts.num_rejected
+
+    def metrics(self) -> dict[str, float]:
+        chosen = self.chosen / max(1, self.num_chosen)
+        rejected = self.rejected / max(1, self.num_rejected)
+        return {
+            "val/loss": self.loss / self.num_losses,
+            "val/rewards/accuracies": self.num_right / self.num_losses,
+            "val/rewards/margins": chosen - rejected,
+        }
+
+
+def validate(
+    trainer: PreferenceTrainer, val: PreferenceDataset, batch_size: int
+) -> dict[str, float]:
+    """Return the loss, the accuracy and the margin of the rewards over every row of `val`.
+
+    For a loss with a KL baseline, each batch has its own. Called by all ranks.
+    """
+    totals = Totals()
+    starts = range(0, len(val), batch_size)
+    # Only rank 0 shows a bar, and only if standard error is a terminal (tqdm's None).
+    hides_bar = None if dist.get_rank() == 0 else True
+    for start in tqdm(starts, desc="validate", leave=False, disable=hides_bar):
+        batch = val.batch(range(start, min(start + batch_size, len(val))))
+        counts = AnswerCounts.of(batch)
+        means = trainer.evaluate(batch)
+        totals.add(means, counts, counts.num_losses(trainer.loss.takes_pairs))
+    return totals.metrics()
