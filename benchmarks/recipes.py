@@ -56,6 +56,10 @@ KEPT = (
     "actor/entropy",
     "actor/grad_norm",
     "rollout_corr/log_prob_gap",
+    "response_length/max",
+    "partial/age_0/tokens",
+    "partial/carried_groups",
+    "partial/stale_drops",
     "actor/lr",
     "train/loss",
     "train/lr",
@@ -95,7 +99,7 @@ class Run:
         """The run whose export this recipe starts from, if it is not the pretrained model."""
         task, _, algorithm = self.recipe.partition("_")
         sft_recipe = f"{task}_sft"
-        if algorithm != "grpo" or not (RECIPES / f"{sft_recipe}.yaml").exists():
+        if algorithm == "sft" or not (RECIPES / f"{sft_recipe}.yaml").exists():
             return None
         return Run(sft_recipe, self.seed)
 

@@ -42,10 +42,12 @@ def test_a_recipe_is_a_valid_configuration(name):
     assert config.output_dir.endswith(f"runs/recipes/{name}/seed_3")
 
 
-@pytest.mark.parametrize("task", ["gsm", "tools", "game"])
+@pytest.mark.parametrize("task", ["gsm", "tools", "game", "chains"])
 def test_a_recipe_of_grpo_starts_from_the_sft_run_of_its_seed(task):
     sft = configuration(Run(f"{task}_sft", seed=2))
-    assert configuration(Run(f"{task}_grpo", seed=2)).model.path == f"{sft.output_dir}/hf"
+    for name in NAMES:
+        if name.startswith(task) and not name.endswith("sft"):
+            assert configuration(Run(name, seed=2)).model.path == f"{sft.output_dir}/hf"
 
 
 def test_a_recipe_without_sft_starts_from_the_pretrained_model():

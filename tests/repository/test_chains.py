@@ -1,0 +1,64 @@
+"""examples/chains.py: sums of many numbers."""
+
+import json
+from statistics import mean, median
+
+import pytest
+
+from examples import chains
+from examples.chains import Options
+
+
+def test_every_line_of_a_reply_is_right_and_continues_the_last_one():
+    for row in chains.make_rows(Options(n=200, n_val=50)):
+        question, reply = (message["content"] for message in row["messages"])
+        problem = question.removeprefix("What is ").removesuffix("?")
+        assert row["answer"] == str(eval(problem))
+        *steps, last = reply.split("\n")
+        assert last == f"#### {row['answer']}"
+        results = []
+        for step in steps:
+            operation, _, result = step.partition(" = ")
+            assert result == str(eval(operation))
+            results.append(result)
+        starts = [step.split(" ")[0] for step in steps]
+        assert starts[1:] == results[:-1]
+
+
+def test_lengths_are_log_normal_with_a_longest_one():
+    rows = chains.make_rows(Options(n=2000, n_val=0, median=6, sigma=1, longest=60))
+    num_steps = [row["messages"][1]["content"].count("=") for row in rows]
+    assert median(num_steps) == pytest.approx(6, abs=1)
+    assert max(num_steps) == 60
+    assert mean(num_steps) > 8
+
+
+@pytest.mark.parametrize(
+    "response, expected",
+    [
+        ("1 + 2 = 3\n#### 3", 1.0),
+        ("#### 3\n", 1.0),
+        ("#### 3 and more", 0.0),
+        ("#### 4", 0.0),
+        ("3", 0.0),
+        ("#### 3\n1 + 2", 0.0),
+    ],
+)
+def test_the_last_line_counts(response, expected):
+    assert chains.score(response, answer="3") == expected
+
+
+def test_build_writes_different_problems_to_both_files(tmp_path, capsys):
+    chains.build(tmp_path, chains.read_options(["n=30", "n_val=10", "median=2"]))
+    files = [tmp_path / "train.jsonl", tmp_path / "val.jsonl"]
+    questions = []
+    for file in files:
+        for line in file.read_text().splitlines():
+            questions.append(json.loads(line)["messages"][0]["content"])
+    assert len(set(questions)) == 40
+    assert f"{files[0]}: 30 problems" in capsys.readouterr().out
+
+
+def test_an_unknown_setting_is_rejected():
+    with pytest.raises(ValueError, match="'size=3' is not of the form key=value with n, n_val"):
+        chains.read_options(["size=3"])
