@@ -8,6 +8,7 @@ uses them only if all of these are the same.
 import gc
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -155,8 +156,13 @@ class Writer:
     def finish(self) -> None:
         self.array.flush()
         write_checksums(self.work)
-        if not is_intact(self.folder):  # else another run was faster
+        if self.folder.exists() and not is_intact(self.folder):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        try:
             self.work.rename(self.folder)
+        except OSError:
+            if not is_intact(self.folder):  # else another run was faster
+                raise
 
     def close(self) -> None:
         """Remove what is not complete."""

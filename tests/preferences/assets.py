@@ -1,0 +1,58 @@
+"""A tiny model, and pairs of right and wrong answers, for runs of train_dpo.py."""
+
+import json
+import sys
+from pathlib import Path
+
+from examples.arithmetic import make_rows, make_tokenizer
+from tests.support.models import make_model
+
+NUM_ROWS = 44
+BATCH_SIZE = 8
+SCRIPT = "train_dpo.py"
+
+
+def make_assets(directory: Path, kind: str = "qwen3") -> None:
+    """Write model/, train.jsonl, val.jsonl, and labels.jsonl with labels instead of pairs."""
+    tokenizer = make_tokenizer()
+    make_model(directory / "model", kind, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(directory / "model")
+    train, val = make_rows()
+    write_rows(directory / "train.jsonl", [make_pair(*x) for x in enumerate(train[:NUM_ROWS])])
+    write_rows(directory / "val.jsonl", [make_pair(*x) for x in enumerate(val[:12])])
+    labels = [row | {"label": i % 3 > 0} for i, row in enumerate(train[:NUM_ROWS])]
+    write_rows(directory / "labels.jsonl", labels)
+
+
+def make_pair(number: int, row: dict) -> dict:
+    """Return a row whose rejected answer is a number that has nothing to do with the question."""
+    question, answer = row["messages"]
+    wrong = {"role": "assistant", "content": str(7 * number)}
+    return {"prompt": [question], "chosen": [answer], "rejected": [wrong]}
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def arguments(assets: Path, out: Path, *overrides: str) -> list[str]:
+    """Train for 6 steps: 1.2 epochs of 5 steps each, with 4 rows left over."""
+    return [
+        f"model.path={assets}/model",
+        f"data.train_files={assets}/train.jsonl",
+        f"output_dir={out}",
+        f"data.cache_dir={assets}/cache",
+        "engine.compute_dtype=float32",
+        f"data.train_batch_size={BATCH_SIZE}",
+        "data.max_tokens_per_micro_batch=128",
+        "optim.lr=1e-3",
+        "trainer.total_steps=6",
+        *overrides,
+    ]
+
+
+def command(num_ranks: int, assets: Path, out: Path, *overrides: str) -> list[str]:
+    start = [sys.executable]
+    if num_ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return [*start, SCRIPT, *arguments(assets, out, *overrides)]
