@@ -144,6 +144,18 @@ class PreferenceDataset(TokenDataset):
         """The number of rows that have both answers."""
         return int((self.answer_lengths > 0).all(1).sum())
 
+    def longest_parts(self) -> tuple[int, int]:
+        """Return the tokens of the longest prompt, and of the longest answer without its prompt."""
+        longest_prompt = 0
+        longest_answer = 0
+        starts = np.cumsum(np.append(0, self.answer_lengths.reshape(-1)))
+        for start, end in zip(starts[:-1].tolist(), starts[1:].tolist()):
+            if end > start:
+                prompt_length = int(self.loss_mask[start:end].argmax())
+                longest_prompt = max(longest_prompt, prompt_length)
+                longest_answer = max(longest_answer, end - start - prompt_length)
+        return longest_prompt, longest_answer
+
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the answers of the rows at these indices: chosen, rejected, chosen, ...
 

@@ -61,9 +61,15 @@ def check_rows(config: DictConfig, loss: PreferenceLoss, datasets: dict) -> None
 def check_lengths(
     config: DictConfig, loss: PreferenceLoss, dataset: PreferenceDataset, world_size: int
 ) -> None:
-    """Raise InputError if a pair, which stays in one micro-batch, does not fit into one."""
+    """Raise InputError if a pair, which stays in one micro-batch, does not fit into one.
+
+    Or if an answer to another prompt does not, for a loss that needs these.
+    """
     lengths = dataset.answer_lengths
-    if not loss.takes_pairs:
+    if loss.needs_kl:
+        num_tokens = min(sum(dataset.longest_parts()), config.data.max_length)
+        unit = "the longest prompt with the longest answer (algorithm.loss=kto combines them) has"
+    elif not loss.takes_pairs:
         num_tokens = lengths.max()
         unit = "an answer with its prompt has"
     elif config.engine.use_remove_padding:

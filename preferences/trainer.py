@@ -81,8 +81,7 @@ class PreferenceTrainer:
         reference = None
         if loss.needs_reference and not is_cached:
             reference = make_reference()
-        max_length = min(config.data.max_length, config.data.max_tokens_per_micro_batch)
-        return cls(engine, loss, reference, max_length)
+        return cls(engine, loss, reference, config.data.max_length)
 
     def train_batch(self, batch: Batch, step: int) -> dict[str, float]:
         """Take one optimizer step on the whole batch; see Engine.train_batch()."""

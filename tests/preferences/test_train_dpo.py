@@ -2,6 +2,7 @@
 
 import json
 import math
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.batching.order import global_batch
+from examples.arithmetic import make_tokenizer
 from tests.preferences.assets import BATCH_SIZE, NUM_ROWS, command, make_assets
 from tests.support.launch import checkpoints, kill_all, metrics, run, start, wait_for
+from tests.support.models import make_model
 
 pytestmark = pytest.mark.slow
 
@@ -25,10 +28,17 @@ COMPARED = (
     "rewards/accuracies",
     "logps/chosen",
     "logps/rejected",
+    "train/router_aux_loss",
 )
 MEGATRON = "model_engine=megatron"
 LORA = "model.lora.rank=4"
 KTO = "algorithm.loss=kto"
+# The routers' loss is a mean over micro-batches, so there is only one.
+MOE = [
+    "engine.router_aux_loss_coef=0.1",
+    "data.max_tokens_per_micro_batch=4096",
+    "model.path=MOE",
+]
 # name -> (number of ranks, settings). Each is compared with the one of its group with one rank.
 LAYOUTS = {
     "dpo": {
@@ -51,9 +61,17 @@ LAYOUTS = {
         "2 ranks, cached": (2, [LORA, "reference.cache=true"]),
         "Megatron TP": (2, [LORA, MEGATRON, "engine.tensor_model_parallel_size=2"]),
     },
+    "mixture of experts": {
+        "1 rank": (1, MOE),
+        "padded, cached": (1, [*MOE, "reference.cache=true", "engine.use_remove_padding=false"]),
+        "Megatron": (1, [*MOE, MEGATRON]),
+    },
     "kto": {
         "1 rank": (1, [KTO]),
-        "2 ranks": (2, [KTO, "data.max_tokens_per_micro_batch=64"]),
+        "dynamic context parallel": (
+            2,
+            [KTO, "engine.context_parallel_size=auto", "data.max_tokens_per_micro_batch=32"],
+        ),
     },
 }
 PAIRS_TO_COMPARE = [
@@ -65,6 +83,8 @@ PAIRS_TO_COMPARE = [
 def assets(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("assets")
     make_assets(directory)
+    make_model(directory / "moe", "qwen3_moe", vocab_size=len(make_tokenizer()))
+    make_tokenizer().save_pretrained(directory / "moe")
     return directory
 
 
@@ -80,6 +100,7 @@ def run_layout(assets, tmp_path_factory):
             rows = [f"data.val_files={assets}/val.jsonl"]
             if group == "kto":
                 rows = [f"data.{key}_files={assets}/labels.jsonl" for key in ("train", "val")]
+            settings = [setting.replace("MOE", f"{assets}/moe") for setting in settings]
             run(command(num_ranks, assets, out, *rows, *settings))
             done[group, name] = metrics(out)
         return done[group, name]
@@ -109,6 +130,7 @@ def test_training_separates_the_answers(run_layout, group):
     assert lines[1]["rewards/chosen"] == 0, "at first, the model is its reference"
     assert lines[1]["rewards/rejected"] == 0
     assert lines[-1]["val/loss"] < lines[0]["val/loss"]
+    assert ("train/router_aux_loss" in lines[1]) == (group == "mixture of experts")
     if group != "kto":
         assert lines[1]["train/loss"] == pytest.approx(math.log(2))
         assert lines[0]["val/loss"] == pytest.approx(math.log(2))
@@ -143,12 +165,16 @@ def test_the_second_step_is_that_of_a_written_out_dpo_in_fp64(assets, run_layout
             losses.append(-torch.log(1 / (1 + torch.exp(-z))))
         return torch.stack(losses).mean()
 
-    with torch.no_grad():
-        references = [
-            [(log_prob(row, "chosen").item(), log_prob(row, "rejected").item()) for row in rows]
-            for rows in (batch(0), batch(1))
+    @torch.no_grad()
+    def reference_of(step: int) -> list[tuple[float, float]]:
+        return [
+            (log_prob(row, "chosen").item(), log_prob(row, "rejected").item())
+            for row in batch(step)
         ]
-    loss_of(0, references[0]).backward()
+
+    first_reference = reference_of(0)
+    second_reference = reference_of(1)
+    loss_of(0, first_reference).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     lines = run_layout("dpo", "1 rank")
     assert lines[1]["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
@@ -157,7 +183,7 @@ def test_the_second_step_is_that_of_a_written_out_dpo_in_fp64(assets, run_layout
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
     lr = lines[1]["train/lr"]
     torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8).step()
-    assert lines[2]["train/loss"] == pytest.approx(loss_of(1, references[1]).item(), rel=1e-5)
+    assert lines[2]["train/loss"] == pytest.approx(loss_of(1, second_reference).item(), rel=1e-5)
 
 
 # -- the reference ---------------------------------------------------------------------------------
@@ -208,7 +234,8 @@ def make_other_model(model: Path, other: Path) -> None:
 
 
 def curve(out: Path) -> list[tuple]:
-    return [tuple(line[key] for key in COMPARED) for line in metrics(out) if line["step"]]
+    lines = [line for line in metrics(out) if line["step"]]
+    return [itemgetter(*COMPARED[:-1])(line) for line in lines]
 
 
 def test_kill_and_resume_repeats_every_step_to_the_last_bit(assets, tmp_path):
@@ -267,6 +294,14 @@ MISTAKES = {
     "labels for a loss of pairs": (
         lambda assets: [f"data.train_files={assets}/labels.jsonl"],
         "44 of 44 rows of data.train_files are answers with a label, and algorithm.loss=dpo",
+    ),
+    "an answer to another prompt that does not fit": (
+        lambda assets: [
+            KTO,
+            f"data.train_files={assets}/labels.jsonl",
+            "data.max_tokens_per_micro_batch=52",
+        ],
+        "the longest prompt with the longest answer (algorithm.loss=kto combines them) has",
     ),
     "a reference that is not read": (
         ["algorithm.loss=simpo", "reference.path=/nowhere"],

@@ -51,8 +51,9 @@ def assets(tmp_path_factory) -> Path:
     for i, row in enumerate(train[: NUM_STEPS * BATCH_SIZE]):
         question, answer = (message["content"] for message in row["messages"])
         pairs.append({"prompt": f"{question}=", "chosen": answer, "rejected": str(7 * i % 100)})
-        completion = answer if i % 3 else str(i)
-        labels.append({"prompt": f"{question}=", "completion": completion, "label": i % 3 > 0})
+        # Most are undesirable, so that the estimate of the KL divergence becomes negative.
+        completion = str(i) if i % 8 else answer
+        labels.append({"prompt": f"{question}=", "completion": completion, "label": i % 8 == 0})
     for name, rows in (("pairs", pairs), ("labels", labels)):
         path = directory / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -115,6 +116,8 @@ def test_a_loss_is_that_of_trl(assets, logs_of_trl, loss):
                 )
         if loss == "kto":
             assert max(0, line["train/kl"]) == pytest.approx(expected["kl"], rel=1e-5, abs=1e-5)
+    if loss == "kto":
+        assert min(line["train/kl"] for line in lines) < -0.1
     if loss != "simpo":
         assert lines[0]["rewards/chosen"] == 0, "the reference is the model at the start"
     assert lines[-1]["rewards/chosen"] != 0
