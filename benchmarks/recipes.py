@@ -38,8 +38,10 @@ from benchmarks.harness import (
 from benchmarks.recipe_curves import draw, read_curves
 
 RECIPES = ROOT / "examples" / "recipes"
+# The scripts of recipes whose names end like this; the others are for train_ppo.py.
+SCRIPTS = {"sft": "train_sft.py", "dpo": "train_dpo.py"}
 # The scores of validations have the name of the reward function, or of the episode's.
-SCORES = ("val/score", "val/score_and_format", "val/solve", "val/play")
+SCORES = ("val/rewards/accuracies", "val/score", "val/score_and_format", "val/solve", "val/play")
 # Kept per step; the rest of metrics.jsonl stays in the run's own folder.
 KEPT = (
     "step",
@@ -63,6 +65,10 @@ KEPT = (
     "actor/lr",
     "train/loss",
     "train/lr",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "logps/chosen",
     "perf/memory_peak_gib",
     "perf/tokens_per_second",
 )
@@ -105,7 +111,7 @@ class Run:
 
     def command(self, settings: list[str]) -> list[str]:
         """Return the command of the recipe's header, with this seed and folder."""
-        script = "train_sft.py" if self.recipe.endswith("sft") else "train_ppo.py"
+        script = SCRIPTS.get(self.recipe.rpartition("_")[2], "train_ppo.py")
         files = [RECIPES / f"{self.recipe}.yaml"]
         base = RECIPES / f"{self.recipe.partition('_')[0]}_grpo.yaml"
         if script == "train_ppo.py" and base not in files:

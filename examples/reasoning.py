@@ -6,7 +6,9 @@
     python examples/reasoning.py ask MODEL runs/gsm/val.jsonl
 
 `build` writes DIR/train.jsonl with n rows and DIR/val.jsonl with n_val rows (200). No question is
-in both files or twice in one. `seed` (0) changes the questions. `max_characters=360` keeps only
+in both files or twice in one. With pairs=true it also writes DIR/train_pairs.jsonl and
+DIR/val_pairs.jsonl for preference training: each reply, and the same reply with one number changed.
+`seed` (0) changes the questions. `max_characters=360` keeps only
 problems whose question and reply together are at most that long. All other settings go to the task:
 a wrong one is an error that lists those it knows. The same arguments always give the same files.
 
@@ -44,7 +46,7 @@ NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 # The last line of a worked solution, as in GSM8K: "#### 42".
 MARKED_ANSWER = re.compile(r"####[ \t]*(\S[^\n]*)")
 
-DEFAULTS = {"n": 2000, "n_val": 200, "seed": 0, "max_characters": None}
+DEFAULTS = {"n": 2000, "n_val": 200, "seed": 0, "max_characters": None, "pairs": False}
 
 # `ask` generates this many replies at a time, and prints at most so many characters of each.
 BATCH_SIZE = 64
@@ -192,6 +194,27 @@ def make_rows(
     return list(rows.values())
 
 
+def make_pair(row: dict, rng: random.Random) -> dict:
+    """Return the row's reply, and the same reply with one number changed, as a preference.
+
+    Raises:
+        ValueError: the reply has no number.
+    """
+    question, reply = row["messages"]
+    text = reply["content"]
+    numbers = list(re.finditer(r"\d+", text))
+    if not numbers:
+        raise ValueError(f"pairs=true needs replies with numbers: {row['task']} has {text!r}")
+    number = rng.choice(numbers)
+    wrong = int(number[0]) + rng.choice((1, 2, 3, 10))
+    rejected = f"{text[: number.start()]}{wrong}{text[number.end() :]}"
+    return {
+        "prompt": [question],
+        "chosen": [reply],
+        "rejected": [reply | {"content": rejected}],
+    }
+
+
 def write_rows(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -209,6 +232,11 @@ def build(directory: Path, settings: dict) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     write_rows(directory / "val.jsonl", rows[:num_val])
     write_rows(directory / "train.jsonl", rows[num_val:])
+    if options["pairs"]:
+        rng = random.Random(options["seed"])
+        pairs = [make_pair(row, rng) for row in rows]
+        write_rows(directory / "val_pairs.jsonl", pairs[:num_val])
+        write_rows(directory / "train_pairs.jsonl", pairs[num_val:])
     print(f"{directory}/train.jsonl, val.jsonl: {len(rows) - num_val} and {num_val} problems")
     for message in rows[0]["messages"]:
         print(f"    {message['role']}: {message['content']}")

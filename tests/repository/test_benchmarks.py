@@ -116,6 +116,12 @@ SMOKES = {
         r"\| 1 \| this \| (\d+\.\d\d \| ){6}[\d,]+ \| \d+ \| 0\.\d+ \| \d\.\d+ \|\n"
         r"\| 1 \| TRL, 16 rows \| (-?\d+\.\d\d \| ){6}[\d,]+ \| \d+ \| 0\.\d+ \| \d\.\d+ \|\n",
     ),
+    "dpo_gpu.py": Smoke(
+        "tiny --pairs 1 --steps 3 --batch-size 4 --micro-batch-size 2 --prompt-length 20 "
+        "--answer-length 40 --longest 100 --dtype float32 --models MODELS --trl-python PYTHON",
+        r"\| tiny \| rankwise \| \d+\.\d{3} \| [\d,.]+ \| 0\.0 \| (0\.6931, 0\.\d+) \|  \|\n"
+        r"\| tiny \| TRL \| \d+\.\d{3} \| [\d,.]+ \| 0\.0 \| \1 \| \d+\.\d\d \(",
+    ),
     "tokenize_speed.py": Smoke(
         "--rows 20 --pairs 1 --tokenizer MODEL",
         r"\| single-turn \| [\d,]+ \| [\d,]+ \| \d\.\d+ .*\n"
@@ -159,6 +165,7 @@ NOT_RUN = {
     "make_grpo_data.py": "run by grpo_vs_trl.py",
     "even_words.py": "the reward of grpo_vs_trl.py",
     "trl_grpo.py": "run by grpo_vs_trl.py",
+    "trl_dpo.py": "run by dpo_gpu.py",
     "trl_episodes.py": "run by episodes_gpu.py",
     "trl_peer.py": "shared by the scripts that run TRL",
     "same_numbers.py": "the proof for refactorings: it takes minutes",

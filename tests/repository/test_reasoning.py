@@ -48,6 +48,20 @@ def test_rows_differ_and_their_own_replies_are_right(tmp_path, settings):
         assert reasoning.score("I do not know.", row) < 1.0
 
 
+def test_pairs_differ_in_one_number(tmp_path):
+    rows = build(tmp_path, task="gsm_symbolic", pairs=True)
+    for name in ("train", "val"):
+        for row, pair in zip(rows[name], rows[f"{name}_pairs"], strict=True):
+            assert pair["prompt"] == row["messages"][:1]
+            assert pair["chosen"] == row["messages"][1:]
+            texts = [pair[side][0]["content"] for side in ("chosen", "rejected")]
+            right, wrong = (re.findall(r"\d+", text) for text in texts)
+            assert re.sub(r"\d+", "N", texts[0]) == re.sub(r"\d+", "N", texts[1])
+            assert sum(a != b for a, b in zip(right, wrong, strict=True)) == 1
+    with pytest.raises(ValueError, match="pairs=true needs replies with numbers: spell_backward"):
+        build(tmp_path / "texts", task="spell_backward", pairs=True)
+
+
 def test_validation_is_as_hard_as_training(tmp_path):
     rows = build(
         tmp_path, task="chain_sum", n=900, n_val=300, max_digits=2, min_digits=1, max_terms=2

@@ -17,6 +17,7 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 SCORES = {
     "gsm_sft": "val/exact_match",
     "gsm_grpo": "val/score_and_format/correct",
+    "gsm_dpo": "val/rewards/accuracies",
     "tools_sft": "val/exact_match",
     "tools_grpo": "val/solve",
     "game_sft": "val/loss",
@@ -69,7 +70,8 @@ def test_the_recipes_of_sums_differ_only_in_what_they_vary(name):
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_results_can_be_drawn(path, tmp_path, monkeypatch):
     picture = tmp_path / "curve.png"
-    metric = "train/loss" if "sft" in path.stem else "score/mean"
+    has_scores = not path.stem.endswith(("sft", "dpo"))
+    metric = "score/mean" if has_scores else "train/loss"
     arguments = ["recipes", "draw", str(path), "--metric", metric, "--out", str(picture)]
     monkeypatch.setattr("sys.argv", arguments)
     recipes.main()
