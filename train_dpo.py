@@ -87,7 +87,7 @@ def set_up(config, loss):
     from job.models import check_token_ids, warn_of_length
     from job.order import sampler_reads
     from job.run import Run
-    from preferences.reference import check_models, identify_loss, role_configs
+    from preferences.reference import check_models, identify_loss, model_stages, role_configs
     from preferences.settings import check_lengths, check_rows
 
     run = Run.begin(config)
@@ -112,7 +112,7 @@ def set_up(config, loss):
     run.count_steps()
     run.choose_order()
     run.plan_memory(role_configs(config, loss))
-    run.start_profiler(["train_batch", "validate"] if run.val else ["train_batch"])
+    run.start_profiler(model_stages(config, loss, has_validation=run.val is not None))
     progress = DpoProgress(
         identity=identify(config, hf_config, run.train)
         | run.order.identity

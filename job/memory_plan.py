@@ -220,6 +220,8 @@ def candidates(config: DictConfig) -> dict[str, str]:
     engine = config.engine
     data = config.data
     longest, _ = longest_sequence(config)
+    if "label_key" in config.data:
+        longest *= 2  # the two answers of a pair stay together
     half = data.max_tokens_per_micro_batch // 2
     settings = {
         "data.max_tokens_per_micro_batch": str(max(half, longest)),

@@ -55,6 +55,17 @@ def identify_loss(config: DictConfig, loss: PreferenceLoss) -> dict[str, str]:
     return identity
 
 
+def model_stages(config: DictConfig, loss: PreferenceLoss, has_validation: bool) -> list[str]:
+    """Return the stages of a step in which a model computes."""
+    stages = {
+        "compute_kl": loss.needs_kl,
+        "ref_compute_log_prob": loss.needs_reference and not config.reference.cache,
+        "train_batch": True,
+        "validate": has_validation,
+    }
+    return [stage for stage, computes in stages.items() if computes]
+
+
 class Reference:
     """Computes the reference's log-probabilities with an engine.
 

@@ -63,31 +63,42 @@ class PreferenceTrainer:
         These are computed first unless they have been cached, so that a frozen reference and the
         trained engine are never both in memory.
         """
-        engine = None
-        build = engine_class(config.model_engine)
-
-        def make_reference() -> Reference:
-            if not has_own_engine(config, loss):
-                return Reference(engine, without_adapters=True)
-            frozen = build(reference_config(config), device, total_steps, optimize=False)
-            return Reference(frozen, without_adapters=False)
-
+        build_engine = engine_class(config.model_engine)
+        is_frozen = has_own_engine(config, loss)
         is_cached = loss.needs_reference and config.reference.cache
-        if is_cached and has_own_engine(config, loss):
-            cache_reference(config, datasets, cache_dir, make_reference)
-        engine = build(config, device, total_steps)
-        if is_cached and not has_own_engine(config, loss):
-            cache_reference(config, datasets, cache_dir, make_reference)
-        reference = None
-        if loss.needs_reference and not is_cached:
-            reference = make_reference()
-        return cls(engine, loss, reference, config.data.max_length)
+
+        def frozen_reference() -> Reference:
+            frozen = reference_config(config)
+            engine = build_engine(frozen, device, total_steps, optimize=False)
+            return Reference(engine, without_adapters=False)
+
+        if is_cached and is_frozen:
+            cache_reference(config, datasets, cache_dir, frozen_reference)
+        engine = build_engine(config, device, total_steps)
+        trainer = cls(engine, loss, None, config.data.max_length)
+        if is_frozen and not is_cached:
+            trainer.reference = frozen_reference()
+        elif loss.needs_reference and not is_frozen:
+            base = Reference(engine, without_adapters=True)
+            if is_cached:
+                cache_reference(config, datasets, cache_dir, lambda: base)
+            else:
+                trainer.reference = base
+        return trainer
 
     def train_batch(self, batch: Batch, step: int) -> dict[str, float]:
         """Take one optimizer step on the whole batch; see Engine.train_batch()."""
         counts = AnswerCounts.of(batch)
-        kl, metrics = self._kl(batch)
-        plan, share = self._share_with_reference(batch)
+        metrics = {}
+        kl = None
+        if self.loss.needs_kl:
+            with self.stage("compute_kl", self.engine):
+                kl, metrics["kl"] = self._estimate_kl(batch)
+        plan = self._plan(batch)
+        share = batch.select(plan.sequences)
+        if self.reference is not None:
+            with self.stage("ref_compute_log_prob", self.reference.engine):
+                self._add_reference(share, plan)
         with self.stage("train_batch", self.engine):
             loss_fn = self.loss.of_batch(counts, kl)
             results = self.engine.train_batch(share, loss_fn, step, plan.micro_batches)
@@ -96,34 +107,32 @@ class PreferenceTrainer:
     def evaluate(self, batch: Batch) -> dict[str, float]:
         """Return the loss and the metrics of the whole batch, without training."""
         counts = AnswerCounts.of(batch)
-        kl, _ = self._kl(batch)
-        plan, share = self._share_with_reference(batch)
-        log_probs, entropy, _ = self.engine.log_probs(share, plan.micro_batches)
+        kl = None
+        if self.loss.needs_kl:
+            kl, _ = self._estimate_kl(batch)
+            kl = kl.cpu()
+        plan = self._plan(batch)
+        share = batch.select(plan.sequences)
+        if self.reference is not None:
+            self._add_reference(share, plan)
+        log_probs, _, _ = self.engine.log_probs(share, plan.micro_batches)
         share.fields["log_probs"] = log_probs.cpu()
         # A row that several ranks share counts once.
         reported = share.select(plan.reported_by(self.engine.dp_rank).nonzero()[:, 0])
         log_probs = reported.fields.pop("log_probs")
-        kl = None if kl is None else kl.cpu()
         loss, amounts = self.loss.of_batch(counts, kl)(log_probs, None, reported.fields)
         sums = {"loss": loss, **amounts}
         totals = self.engine.sum_over_dp(torch.stack(list(sums.values())))
         return dict(zip(sums, totals.tolist()))
 
-    def _kl(self, batch: Batch) -> tuple[Tensor | None, dict[str, float]]:
-        """Return the KL baseline of a batch, and its metric; nothing if the loss has none."""
-        if not self.loss.needs_kl:
-            return None, {}
-        with self.stage("compute_kl", self.engine):
-            kl, mean = estimate_kl(self.engine, self.reference, batch, self.max_length)
-        return kl, {"kl": mean}
+    def _estimate_kl(self, batch: Batch) -> tuple[Tensor, float]:
+        return estimate_kl(self.engine, self.reference, batch, self.max_length)
 
-    def _share_with_reference(self, batch: Batch) -> tuple[Plan, Batch]:
-        """Return the plan of a batch and this rank's share, with the reference's field."""
+    def _plan(self, batch: Batch) -> Plan:
         group_size = 2 if self.loss.takes_pairs else 1
-        plan = self.engine.plan(batch.lengths, group_size=group_size)
-        share = batch.select(plan.sequences)
-        if self.reference is not None:
-            with self.stage("ref_compute_log_prob", self.reference.engine):
-                ref_log_probs = self.reference.log_probs(share, plan.micro_batches)
-            share.fields["ref_log_probs"] = ref_log_probs
-        return plan, share
+        return self.engine.plan(batch.lengths, group_size=group_size)
+
+    def _add_reference(self, share: Batch, plan: Plan) -> None:
+        """Fill the field ref_log_probs of this rank's share."""
+        ref_log_probs = self.reference.log_probs(share, plan.micro_batches)
+        share.fields["ref_log_probs"] = ref_log_probs

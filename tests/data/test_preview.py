@@ -61,6 +61,37 @@ def test_options_may_stand_between_settings(show, capsys):
         assert f"{number} must be a number of rows, at least 1" in capsys.readouterr().err
 
 
+def test_both_answers_of_a_pair_are_shown(show):
+    pair = {"prompt": "2+3", "chosen": "5", "rejected": "6", "score": 1.0}
+    label = {"prompt": "2+3", "completion": "6", "label": False}
+    same = pair | {"rejected": "5"}
+    lines = show([pair, label, same], "--preferences")
+    assert lines == [
+        "DIR/rows.jsonl:1, chosen: 25 tokens, 2 of them trained",
+        "  | <|im_start|>user",
+        "  | 2+3<|im_end|>",
+        "  | <|im_start|>assistant",
+        "  | [[5<|im_end|>]]",
+        "  | ",
+        "DIR/rows.jsonl:1, rejected: 25 tokens, 2 of them trained",
+        "  | <|im_start|>user",
+        "  | 2+3<|im_end|>",
+        "  | <|im_start|>assistant",
+        "  | [[6<|im_end|>]]",
+        "  | ",
+        "DIR/rows.jsonl:2, rejected: 25 tokens, 2 of them trained",
+        "  | <|im_start|>user",
+        "  | 2+3<|im_end|>",
+        "  | <|im_start|>assistant",
+        "  | [[6<|im_end|>]]",
+        "  | ",
+        "DIR/rows.jsonl:3: not used: the chosen and the rejected answer are the same",
+        "in the first 3 rows:",
+        "rows.jsonl: reads prompt, chosen, rejected, completion, label; ignores the columns score "
+        "(2 rows)",
+    ]
+
+
 def test_rows_that_are_errors_or_too_long_are_shown_as_such(show):
     lost = chat("q", "a")
     lost["messages"][1]["reasoning_content"] = "because of this"

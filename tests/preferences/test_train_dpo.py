@@ -58,6 +58,7 @@ LAYOUTS = {
     },
     "lora": {
         "1 rank": (1, [LORA]),
+        "a model of its own": (1, [LORA, "reference.path=OWN"]),
         "2 ranks, cached": (2, [LORA, "reference.cache=true"]),
         "Megatron TP": (2, [LORA, MEGATRON, "engine.tensor_model_parallel_size=2"]),
     },
@@ -100,7 +101,9 @@ def run_layout(assets, tmp_path_factory):
             rows = [f"data.val_files={assets}/val.jsonl"]
             if group == "kto":
                 rows = [f"data.{key}_files={assets}/labels.jsonl" for key in ("train", "val")]
-            settings = [setting.replace("MOE", f"{assets}/moe") for setting in settings]
+            paths = {"path=MOE": f"path={assets}/moe", "path=OWN": f"path={assets}/model"}
+            for name_in_settings, path in paths.items():
+                settings = [setting.replace(name_in_settings, path) for setting in settings]
             run(command(num_ranks, assets, out, *rows, *settings))
             done[group, name] = metrics(out)
         return done[group, name]
