@@ -8,21 +8,20 @@ lines. The number of steps is log-normal with this median and sigma, and at most
 longest of a few hundred replies has ten times as many tokens as the mean one.
 
 `build` writes train.jsonl with n problems and val.jsonl with n_val others, the same ones for the
-same arguments. A row has the columns `messages`, whose last one is the worked reply, and `answer`.
-The reward function is examples/chains.py:score.
+same arguments. A row has the columns `messages`, whose last one is the worked reply, and `lines`,
+the lines of this reply. The reward function is examples/chains.py:score: the share of lines that
+are right before the first error.
 """
 
 import argparse
 import json
 import random
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 SEED = 0
 LARGEST = 99
-MARKED_ANSWER = re.compile(r"#### (-?\d+)")
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,18 @@ class Options:
     longest: int = 100
 
 
-def score(response: str, answer: str) -> float:
-    """Return 1.0 if the last line of a response has the right answer."""
-    last_line = response.strip().rpartition("\n")[2]
-    marked = MARKED_ANSWER.fullmatch(last_line)
-    return float(marked is not None and marked[1] == answer)
+def score(response: str, lines: list[str]) -> float:
+    """Return the share of lines that are right before the first error.
+
+    A response with too many lines is never all right.
+    """
+    written_lines = response.strip().split("\n")
+    num_right = 0
+    for written, expected in zip(written_lines, lines):
+        if written != expected:
+            break
+        num_right += 1
+    return num_right / max(len(written_lines), len(lines))
 
 
 def draw_num_steps(rng: random.Random, options: Options) -> int:
@@ -61,12 +67,12 @@ def make_row(rng: random.Random, num_steps: int) -> dict:
         question += f" {sign} {number}"
         lines.append(f"{total} {sign} {number} = {result}")
         total = result
-    reply = "\n".join([*lines, f"#### {total}"])
+    lines.append(f"#### {total}")
     messages = [
         {"role": "user", "content": f"{question}?"},
-        {"role": "assistant", "content": reply},
+        {"role": "assistant", "content": "\n".join(lines)},
     ]
-    return {"messages": messages, "answer": str(total)}
+    return {"messages": messages, "lines": lines}
 
 
 def make_rows(options: Options) -> list[dict]:

@@ -13,9 +13,9 @@ def test_every_line_of_a_reply_is_right_and_continues_the_last_one():
     for row in chains.make_rows(Options(n=200, n_val=50)):
         question, reply = (message["content"] for message in row["messages"])
         problem = question.removeprefix("What is ").removesuffix("?")
-        assert row["answer"] == str(eval(problem))
-        *steps, last = reply.split("\n")
-        assert last == f"#### {row['answer']}"
+        *steps, last = row["lines"]
+        assert reply == "\n".join(row["lines"])
+        assert last == f"#### {eval(problem)}"
         results = []
         for step in steps:
             operation, _, result = step.partition(" = ")
@@ -36,16 +36,17 @@ def test_lengths_are_log_normal_with_a_longest_one():
 @pytest.mark.parametrize(
     "response, expected",
     [
-        ("1 + 2 = 3\n#### 3", 1.0),
-        ("#### 3\n", 1.0),
-        ("#### 3 and more", 0.0),
-        ("#### 4", 0.0),
-        ("3", 0.0),
-        ("#### 3\n1 + 2", 0.0),
+        ("1 + 2 = 3\n3 - 4 = -1\n#### -1", 1.0),
+        ("1 + 2 = 3\n3 - 4 = -1\n#### -1\nand more", 3 / 4),
+        ("1 + 2 = 3\n3 - 4 = 1\n#### -1", 1 / 3),
+        ("1 + 2 = 3", 1 / 3),
+        ("#### -1", 0.0),
+        ("", 0.0),
     ],
 )
-def test_the_last_line_counts(response, expected):
-    assert chains.score(response, answer="3") == expected
+def test_the_score_is_the_share_of_lines_before_the_first_error(response, expected):
+    lines = ["1 + 2 = 3", "3 - 4 = -1", "#### -1"]
+    assert chains.score(response, lines) == expected
 
 
 def test_build_writes_different_problems_to_both_files(tmp_path, capsys):
