@@ -126,17 +126,16 @@ class PreferenceLoss:
             answers = Answers.of(log_probs, fields, counts.num_rows)
             if self.takes_pairs:
                 losses, rewards, is_right = self._of_pairs(answers)
+                is_counted = answers.is_present.all(1)
             else:
                 losses, rewards, is_right = self._of_answers(answers, kl)
-            is_counted = answers.is_present if losses.dim() == 2 else answers.is_present[:, 0]
-            loss = torch.where(is_counted, losses, 0).sum() / counts.num_losses(self.takes_pairs)
+                is_counted = answers.is_present
+            num_losses = counts.num_losses(self.takes_pairs)
+            loss = torch.where(is_counted, losses, 0).sum() / num_losses
             amounts = reward_metrics(answers, rewards.detach(), counts)
-            num_right = torch.where(is_counted, is_right, 0).sum()
-            amounts["rewards/accuracies"] = num_right / counts.num_losses(self.takes_pairs)
+            amounts["rewards/accuracies"] = torch.where(is_counted, is_right, 0).sum() / num_losses
             if self.sft_coef:
-                nll = -answers.log_probs[:, 0] / answers.lengths[:, 0]
-                sft_loss = torch.where(answers.is_present[:, 0], nll, 0).sum()
-                amounts["sft_loss"] = sft_loss / max(1, counts.num_chosen)
+                amounts["sft_loss"] = sft_loss(answers, counts)
                 loss = loss + self.sft_coef * amounts["sft_loss"]
             return loss, amounts
 
@@ -231,7 +230,7 @@ class AnswerCounts:
     @classmethod
     def of(cls, batch: Batch) -> "AnswerCounts":
         """Count the answers of a batch with the field `answer`."""
-        answers = torch.unique(batch.fields["answer"])
+        answers = batch.fields["answer"][batch.cu_seqlens[:-1]]
         num_rejected = int((answers % 2).sum())
         num_rows = int(answers.max()) // 2 + 1
         return cls(num_rows, len(answers) - num_rejected, num_rejected)
@@ -287,6 +286,15 @@ class Answers:
             lengths.clamp(min=1),
             is_present,
         )
+
+
+def sft_loss(answers: Answers, counts: AnswerCounts) -> Tensor:
+    """Return a micro-batch's part of the mean negative log-likelihood of the chosen answers.
+
+    The mean is over the tokens of each answer, and then over answers.
+    """
+    nll = -answers.log_probs[:, 0] / answers.lengths[:, 0]
+    return torch.where(answers.is_present[:, 0], nll, 0).sum() / max(1, counts.num_chosen)
 
 
 def reward_metrics(answers: Answers, rewards: Tensor, counts: AnswerCounts) -> dict[str, Tensor]:

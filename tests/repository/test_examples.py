@@ -153,6 +153,19 @@ def test_no_shade_of_a_colour_wraps_around(colour):
         check_square(np.asarray(colours.draw(colour, rng)).astype(int), colour)
 
 
+def test_pairs_prefer_the_columns(docs_folder):
+    """Each worked answer is beside its own number, and no validation problem is trained on."""
+    questions = {}
+    for name in ("train", "val"):
+        lines = (docs_folder / "pairs" / f"{name}.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        for row in rows:
+            chosen = row["chosen"][0]["content"]
+            assert chosen.rpartition(", ")[2] == row["rejected"][0]["content"] != chosen
+        questions[name] = {row["prompt"][0]["content"].split()[-1] for row in rows}
+    assert not questions["train"] & questions["val"]
+
+
 def test_all_problems_of_a_built_directory_of_worked_answers_are_worked(docs_folder):
     shares = {}
     for name in ("worked/train", "worked/val", "val"):
