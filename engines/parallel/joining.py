@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from config import InputError
+from engines.parallel.network import connect_nodes
 
 
 def join(backend: str, device: torch.device, timeout_minutes: float) -> None:
@@ -18,17 +19,23 @@ def join(backend: str, device: torch.device, timeout_minutes: float) -> None:
         timeout_minutes: how long to wait for the other ranks, and how long collectives wait.
 
     Raises:
-        InputError: the other ranks cannot be reached, the port of rank 0 is in use, or an
+        InputError: the other ranks or nodes cannot be reached, the port of rank 0 is in use, or an
             environment variable names a network interface that this node does not have.
     """
     interfaces = [name for _, name in socket.if_nameindex()]
     check_gloo_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""), interfaces)
     if "nccl" in backend:
         check_nccl_interfaces(os.environ.get("NCCL_SOCKET_IFNAME", ""), interfaces)
+    timeout = datetime.timedelta(minutes=timeout_minutes)
     try:
+        store, rank, num_ranks = next(dist.rendezvous("env://", timeout=timeout))
+        connect_nodes(store, rank, num_ranks)
         dist.init_process_group(
             backend,
-            timeout=datetime.timedelta(minutes=timeout_minutes),
+            timeout=timeout,
+            store=dist.PrefixStore("default_pg", store),
+            rank=rank,
+            world_size=num_ranks,
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:  # like all errors of torch.distributed

@@ -51,8 +51,7 @@ class Nodes:
         command += [script, *(str(argument) for argument in arguments)]
         shell = f"echo node{node} > /proc/sys/kernel/hostname; {before}; exec {shlex.join(command)}"
         enter = ["ip", "netns", "exec", self.names[node], "unshare", "--uts", "--mount"]
-        interface = self.cables[node]
-        return start([*enter, "sh", "-ec", shell], log, GLOO_SOCKET_IFNAME=interface)
+        return start([*enter, "sh", "-ec", shell], log)
 
     def pull(self, node: int) -> None:
         """Pull out a node's cable."""
