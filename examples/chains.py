@@ -35,11 +35,12 @@ class Options:
     longest: int = 100
 
 
-def score(response: str, lines: list[str]) -> float:
+def score(response: str, row: dict) -> float:
     """Return the share of lines that are right before the first error.
 
     A response with too many lines is never all right.
     """
+    lines = row["lines"]
     written_lines = response.strip().split("\n")
     num_right = 0
     for written, expected in zip(written_lines, lines):

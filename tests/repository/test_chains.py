@@ -45,8 +45,8 @@ def test_lengths_are_log_normal_with_a_longest_one():
     ],
 )
 def test_the_score_is_the_share_of_lines_before_the_first_error(response, expected):
-    lines = ["1 + 2 = 3", "3 - 4 = -1", "#### -1"]
-    assert chains.score(response, lines) == expected
+    row = {"lines": ["1 + 2 = 3", "3 - 4 = -1", "#### -1"]}
+    assert chains.score(response, row) == expected
 
 
 def test_build_writes_different_problems_to_both_files(tmp_path, capsys):
