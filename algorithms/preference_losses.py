@@ -150,5 +150,5 @@ def _smoothed(z: Tensor, label_smoothing: float) -> Tensor:
 
 def _log_of_rest(log_prob: Tensor) -> Tensor:
     """Return log(1 - p) for log p, without losing digits where p is near 1."""
-    # If p rounded to 1, this be minus infinity, and its gradient NaN.
+    # If p rounded to 1, this would be minus infinity, and its gradient NaN.
     return torch.log(-torch.expm1(log_prob.clamp(max=-1e-7)))
