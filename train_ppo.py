@@ -64,13 +64,10 @@ class PpoProgress(Progress):
 
 def main(config):
     # Imported only here, so that --help and configuration errors appear at once.
-    import torch.distributed as dist
-
     from engines.parallel import device
     from job import tracking
     from job.plan import print_plan
     from rl.models import role_configs
-    from rl.roles import Roles
 
     grader = start_grader(config)
     run = set_up(config, grader)
@@ -81,12 +78,9 @@ def main(config):
             device.on_rank0(grade_one, config, grader, run.train)
         return device.shutdown()
 
-    roles = Roles(config, run.device, run.tokenizer, grader, run.profiler, run.total_steps)
-    if run.resume_from:
-        run.progress.take_counters(roles.load(run.checkpointer, run.resume_from))
-        if config.algorithm.kl_ctrl.type == "fixed":
-            run.progress.kl_coef = config.algorithm.kl_ctrl.kl_coef
-    roles.start_rollout()
+    roles = build_roles(run, grader)
+    if run.resume_from and config.algorithm.kl_ctrl.type == "fixed":
+        run.progress.kl_coef = config.algorithm.kl_ctrl.kl_coef
     last_step = run.progress.step if run.resume_from else -1
     if not run.only_validates:
         device.on_rank0(tracking.supersede, run.output_dir / "failures.jsonl", last_step)
@@ -98,6 +92,26 @@ def main(config):
         run.tracker.log(run.progress.step, validate(run, roles) | run.profiler.end_step())
     else:
         train(run, roles)
+    finish(run, roles, grader)
+
+
+def build_roles(run, grader):
+    """Build the engines and vLLM, as the checkpoint that the run resumes from has left them."""
+    from rl.roles import Roles
+
+    roles = Roles(run.config, run.device, run.tokenizer, grader, run.profiler, run.total_steps)
+    if run.resume_from:
+        run.progress.take_counters(roles.load(run.checkpointer, run.resume_from))
+    roles.start_rollout()
+    return roles
+
+
+def finish(run, roles, grader) -> None:
+    """Wait for the last checkpoint, export the model of a complete run, and end all processes."""
+    import torch.distributed as dist
+
+    from engines.parallel import device
+
     run.end_loop()
     grader.close()
     if run.is_complete and not run.only_validates:
@@ -190,16 +204,13 @@ def set_up(config, grader):
 
 def train(run, roles) -> None:
     """Train until the last step, or until a rank is asked to stop."""
-    from job.setup import check_skipped
     from rl.estimation import next_kl_coef
-    from rollout.records import write_samples
 
     config = run.config
-    trainer = config.trainer
     progress = run.progress
     profiler = run.profiler
     is_new = progress.step == 0 and run.total_steps > 0
-    if is_new and run.val and trainer.val_before_train:
+    if is_new and run.val and config.trainer.val_before_train:
         run.tracker.log(0, validate(run, roles) | profiler.end_step())
 
     while run.should_continue:
@@ -218,33 +229,50 @@ def train(run, roles) -> None:
         metrics |= roles.update_critic(share, progress.step)
         metrics |= roles.update_actor(share, progress.step)
         metrics |= roles.memory()
-        progress.step += 1
-        progress.count_updates(metrics, share.num_mini_batches * config.algorithm.ppo_epochs)
-        progress.failures += len(samples.failures)
         progress.kl_coef = next_kl_coef(config, progress.kl_coef, metrics, len(samples.episodes))
-        run.agreement.update(progress.step, run.device)
-        is_last = run.is_complete
-        check_skipped(trainer, progress.actor_skipped, progress.actor_updates, is_last)
-        check_skipped(trainer, progress.critic_skipped, progress.critic_updates, is_last)
-        if run.is_due(trainer.rollout_freq):
-            file = run.output_dir / "rollouts" / f"step_{progress.step}.jsonl"
-            write_samples(samples, file, roles.host_group)
-        seconds = time.perf_counter() - start
-        if run.is_validation_due:
-            metrics |= validate(run, roles)
-        metrics |= profiler.end_step()
-        tokens_per_second = samples.lengths.sum().item() / seconds
-        metrics |= {
-            "train/epoch": progress.batch / run.steps_per_epoch,
-            "train/skipped": progress.actor_skipped + progress.critic_skipped,
-            "reward/failures": progress.failures,
-            "timing/step": time.perf_counter() - start,
-            "perf/tokens_per_second": tokens_per_second / run.world_size,
-        }
-        run.tracker.log(progress.step, metrics)
-        # Log first: a run killed between saving and logging would resume without these metrics.
-        if run.agreement.save:
-            roles.save(run.checkpointer, progress.step, progress.to_json())
+        num_updates = share.num_mini_batches * config.algorithm.ppo_epochs
+        end_step(run, roles, samples, metrics, num_updates, start)
+
+
+def end_step(run, roles, samples, metrics, num_updates, start) -> None:
+    """Count a step, write down its responses and metrics, and validate and save if that is due.
+
+    Args:
+        metrics: those of the step so far.
+        num_updates: the optimizer steps of each model that was updated.
+        start: when the step began, by time.perf_counter().
+    """
+    from job.setup import check_skipped
+    from rollout.records import write_samples
+
+    trainer = run.config.trainer
+    progress = run.progress
+    progress.step += 1
+    progress.count_updates(metrics, num_updates)
+    progress.failures += len(samples.failures)
+    run.agreement.update(progress.step, run.device)
+    is_last = run.is_complete
+    check_skipped(trainer, progress.actor_skipped, progress.actor_updates, is_last)
+    check_skipped(trainer, progress.critic_skipped, progress.critic_updates, is_last)
+    if run.is_due(trainer.rollout_freq):
+        file = run.output_dir / "rollouts" / f"step_{progress.step}.jsonl"
+        write_samples(samples, file, roles.host_group)
+    seconds = time.perf_counter() - start
+    if run.is_validation_due:
+        metrics |= validate(run, roles)
+    metrics |= run.profiler.end_step()
+    tokens_per_second = samples.lengths.sum().item() / seconds
+    metrics |= {
+        "train/epoch": progress.batch / run.steps_per_epoch,
+        "train/skipped": progress.actor_skipped + progress.critic_skipped,
+        "reward/failures": progress.failures,
+        "timing/step": time.perf_counter() - start,
+        "perf/tokens_per_second": tokens_per_second / run.world_size,
+    }
+    run.tracker.log(progress.step, metrics)
+    # Log first: a run killed between saving and logging would resume without these metrics.
+    if run.agreement.save:
+        roles.save(run.checkpointer, progress.step, progress.to_json())
 
 
 def validate(run, roles) -> dict[str, float]:

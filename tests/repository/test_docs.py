@@ -22,7 +22,8 @@ from tests.repository.pages import (
 from tests.repository.test_house import PRODUCT
 from tests.support.launch import ROOT
 
-LANGUAGES = {"bash", "sh", "console", "python", "json", "text", "diff"}
+# "python" is a file of the user's, and "py" an excerpt of one of ours.
+LANGUAGES = {"bash", "sh", "console", "python", "py", "json", "text", "diff"}
 DEFAULTS = ("sft.yaml", "dpo.yaml", "ppo.yaml")
 # A setting or key of the pages has to exist for one of these: (defaults, engine).
 KINDS = [(defaults, engine) for defaults in DEFAULTS for engine in ("fsdp", "megatron")]

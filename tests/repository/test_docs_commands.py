@@ -62,7 +62,7 @@ def inner_command(command: str) -> str:
 def kind_of(command: str) -> str:
     """Return how a command is checked: as a launch, benchmark, torchrun, make, or otherwise."""
     words = shlex.split(inner_command(command))
-    if any(re.fullmatch(r"train_\w+\.py", word) for word in words):
+    if any(re.fullmatch(r"train_\w+\.py|examples/loop\.py", word) for word in words):
         return "launch"
     if "benchmarks/" in command:
         return "benchmark"
@@ -84,7 +84,8 @@ def test_a_launch_has_a_valid_configuration(page, command, docs_folder, monkeypa
     """Settings load, agree with each other and fit the ranks; or a page quotes the error."""
     monkeypatch.chdir(docs_folder)
     launch = parse_launch(shlex.split(inner_command(command)))
-    defaults = f"{Path(launch.script).stem.removeprefix('train_')}.yaml"
+    script = Path(launch.script).stem
+    defaults = "ppo.yaml" if script == "loop" else f"{script.removeprefix('train_')}.yaml"
     has_mtp = any("mtp" in argument for argument in launch.arguments)
     model = "model.path=mimo" if has_mtp else "model.path=model"
     arguments = [re.sub(r"^model.path=.*", model, argument) for argument in launch.arguments]

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from job.order import check_order_settings, make_order, sampler_reads, share_lin
 from rollout.grading.grader import Grader
 from tests import families
 from tests.repository.pages import PAGES, SNIPPETS, blocks
+from tests.support.launch import ROOT
 
 # Settings -> the scores of a right and a wrong response, which form a group.
 REWARDS = {
@@ -106,6 +108,13 @@ def test_the_first_line_of_a_snippet_names_its_file():
     assert len(SNIPPETS) >= len(REWARDS)
     for _, code in SNIPPETS:
         assert re.fullmatch(r"# \w+\.py", code.splitlines()[0])
+
+
+def test_the_page_about_your_own_loop_shows_the_example():
+    example = (ROOT / "examples" / "loop.py").read_text()
+    excerpt, loss = blocks(PAGES["docs/your_own_loop.md"], "py")
+    assert textwrap.indent(excerpt, " " * 8) in example
+    assert loss.splitlines()[0] in example
 
 
 def rows_of_the_pages() -> list[dict]:

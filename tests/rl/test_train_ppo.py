@@ -1,5 +1,6 @@
 """train_ppo.py as its users run it: layouts, interruptions, rewards that fail, mistakes."""
 
+import ast
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ from data.batching.order import global_batch
 from examples.arithmetic import make_rows, make_tokenizer
 from tests.support.launch import (
     LIMIT,
+    ROOT,
     checkpoints,
     imported,
     kill_all,
@@ -775,3 +777,52 @@ def test_a_mistake_is_found_before_what_is_slow_to_import(alone, assets, tmp_pat
     assert "omegaconf" in modules
     assert not modules & {"vllm", "megatron", "msprobe"}
     assert ("torch" in modules) == (what == LAST)
+
+
+# -- a loop of your own ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def loops(assets, tmp_path_factory):
+    """The directories of the same run by train_ppo.py and by examples/loop.py."""
+    scripts = ["train_ppo.py", "examples/loop.py"]
+    directories = [tmp_path_factory.mktemp("loop") for _ in scripts]
+
+    def run_script(script, out):
+        settings = arguments(assets, out, "letters", "trainer.total_steps=2")
+        run([sys.executable, script, *settings, f"data.val_files={assets}/val.jsonl"])
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run_script, scripts, directories))
+    return directories
+
+
+def test_a_loop_of_your_own_learns_the_same_to_the_last_bit(loops):
+    expected, own = (steps(out) for out in loops)
+    assert [line["step"] for line in own] == [line["step"] for line in expected] == [0, 1, 2]
+    for line, expected_line in zip(own, expected):
+        assert line.items() <= expected_line.items()
+    assert own[1]["actor/grad_norm"] > 0
+    weights = [(out / "hf" / "model.safetensors").read_bytes() for out in loops]
+    assert weights[0] == weights[1]
+    assert rollouts(loops[0]) == rollouts(loops[1])
+
+
+def test_a_loop_of_your_own_has_sixty_lines_of_code():
+    source = (ROOT / "examples" / "loop.py").read_text()
+    documented = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node):
+            text = node.body[0]
+            documented |= set(range(text.lineno, text.end_lineno + 1))
+    numbered = enumerate(source.splitlines(), start=1)
+    code = [line for number, line in numbered if line.strip() and number not in documented]
+    assert len(code) <= 60
+
+
+@pytest.mark.parametrize("setting", ["algorithm.ppo_epochs=2", "dry_run=true"])
+def test_a_setting_that_the_loop_does_not_read_is_an_error(assets, tmp_path, setting):
+    settings = arguments(assets, tmp_path, "letters", setting)
+    done = run([sys.executable, "examples/loop.py", *settings], returncode=2)
+    key = "algorithm" if "algorithm" in setting else setting.partition("=")[0]
+    assert f"error: examples/loop.py does not read {key}: leave it out" in done.stdout + done.stderr
