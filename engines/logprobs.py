@@ -123,7 +123,7 @@ class LinearLogProbs(torch.autograd.Function):
         targets = targets - settings.first_token
         if candidate_ids is not None:
             candidate_ids = candidate_ids - settings.first_token
-        statistics_of = _compiled(_statistics) if settings.is_compiled else _statistics
+        statistics_of = compiled(_statistics) if settings.is_compiled else _statistics
         chunks = []
         for start in range(0, max(1, len(hidden)), settings.chunk_size):
             chunk = slice(start, start + settings.chunk_size)
@@ -144,7 +144,7 @@ class LinearLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _):
         hidden, weight, targets, log_z, entropy, candidate_ids = ctx.saved_tensors
         chunk_size = ctx.settings.chunk_size
-        gradient_of = _compiled(_logits_grad) if ctx.settings.is_compiled else _logits_grad
+        gradient_of = compiled(_logits_grad) if ctx.settings.is_compiled else _logits_grad
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
         grad_hidden = torch.empty_like(hidden)
@@ -191,7 +191,7 @@ def chunk_logits(
     return logits.masked_fill(~is_candidate, EXCLUDED_LOGIT)
 
 
-def _transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
+def transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
     """Return the fp32 input [c, V] of the softmax."""
     temperature, scale, softcap = transform
     z = logits.float() if scale == 1 else logits.float() * scale
@@ -203,7 +203,7 @@ def _transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
 
 def _statistics(logits: Tensor, targets: Tensor, transform: LogitTransform) -> ShardStatistics:
     """Summarize a chunk's logits [c, V]; targets [c] are relative to this rank's first token."""
-    z = _transformed(logits, transform)
+    z = transformed(logits, transform)
     largest, largest_token = z.max(-1)
     below = z - largest[:, None]
     weights = below.exp()
@@ -263,8 +263,7 @@ def _logits_grad(
         d log p / d z_v = 1[v = target] - p_v
         d H / d z_v = -p_v (log p_v + H)
     """
-    temperature, scale, softcap = transform
-    z = _transformed(logits, transform)
+    z = transformed(logits, transform)
     log_p = z - log_z[:, None]
     upstream = grad_log_probs[:, None]
     if grad_entropy is not None:
@@ -274,15 +273,26 @@ def _logits_grad(
     # fp32 copy of the chunk in between.
     tokens = torch.arange(logits.shape[1], device=logits.device)
     grad = torch.where(tokens == targets[:, None], grad + grad_log_probs[:, None], grad)
+    return to_logits_grad(grad, z, transform, logits.dtype)
+
+
+def to_logits_grad(
+    grad: Tensor, z: Tensor, transform: LogitTransform, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of the products with the output matrix from that of z [c, V].
+
+    z: the input of the softmax. dtype: that of the products.
+    """
+    temperature, scale, softcap = transform
     if softcap:
         tanh = (z * (temperature / softcap)).clamp(-1, 1)
         grad = grad * (1 - tanh.square())
     if not temperature == scale == 1:
         grad = grad * (scale / temperature)
-    return grad.to(logits.dtype)
+    return grad.to(dtype)
 
 
 @cache
-def _compiled(function: Callable) -> Callable:
+def compiled(function: Callable) -> Callable:
     """Compile a function, which fuses its half-dozen passes over a chunk's logits."""
     return torch.compile(function)

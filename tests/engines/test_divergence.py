@@ -1,0 +1,297 @@
+"""The divergences against the formulas in float64, and against TRL's."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.divergence import (
+    MODES,
+    Divergence,
+    TeacherHead,
+    full_divergence,
+    top_k_divergence,
+    top_k_log_probs,
+)
+from engines.logprobs import LogitTransform, LogProbSettings
+from tests.support.ranks import on_ranks
+
+NUM_TOKENS = 24
+VOCAB_SIZE = 53
+TRANSFORMS = [
+    LogitTransform(),
+    LogitTransform(0.6),
+    LogitTransform(2.5, scale=0.25),
+    LogitTransform(0.6, scale=2.0, softcap=1.5),
+]
+TEACHER_TRANSFORM = LogitTransform(0.8, scale=1.3, softcap=4.0)
+DIVERGENCES = [Divergence(mode) for mode in MODES] + [Divergence("jsd", 0.1)]
+
+
+class Case(NamedTuple):
+    """A student with 16 and a teacher with 24 hidden numbers."""
+
+    hidden: Tensor
+    weight: Tensor
+    teacher_hidden: Tensor
+    teacher_weight: Tensor
+    grad: Tensor
+
+
+def make_case(teacher_tokens: int = VOCAB_SIZE) -> Case:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return Case(
+        normal(NUM_TOKENS, 16).requires_grad_(),
+        (normal(VOCAB_SIZE, 16) / 3).requires_grad_(),
+        normal(NUM_TOKENS, 24),
+        normal(teacher_tokens, 24) / 3,
+        normal(NUM_TOKENS),
+    )
+
+
+def softmax_log(hidden: Tensor, weight: Tensor, transform: LogitTransform) -> Tensor:
+    """Return the log-probabilities [T, V] in float64."""
+    logits = transform.scale * hidden.double() @ weight.double().T
+    if transform.softcap:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
+    return (logits / transform.temperature).log_softmax(-1)
+
+
+def formula(log_p: Tensor, log_q: Tensor, divergence: Divergence) -> Tensor:
+    """Return the divergence [T], written out with probabilities."""
+    p = log_p.exp()
+    q = log_q.exp()
+    if divergence.mode == "reverse_kl":
+        return (p * (p / q).log()).sum(-1)
+    if divergence.mode == "forward_kl":
+        return (q * (q / p).log()).sum(-1)
+    beta = divergence.beta
+    m = beta * q + (1 - beta) * p
+    return beta * (q * (q / m).log()).sum(-1) + (1 - beta) * (p * (p / m).log()).sum(-1)
+
+
+def with_rest(log_p: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the log-probabilities of the K tokens and of all others together: [T, K + 1].
+
+    If there are no others: [T, K].
+    """
+    chosen = log_p.gather(1, token_ids)
+    if token_ids.shape[1] == log_p.shape[1]:
+        return chosen
+    others = log_p.scatter(1, token_ids, -torch.inf).exp().sum(-1, keepdim=True)
+    return torch.cat([chosen, others.log()], 1)
+
+
+def expected(case: Case, transform: LogitTransform, divergence: Divergence, top_k: int = 0):
+    """Return the divergence and its gradients, computed in float64."""
+    hidden = case.hidden.detach().double().requires_grad_()
+    weight = case.weight.detach().double().requires_grad_()
+    num_common = min(len(weight), len(case.teacher_weight))
+    log_q = softmax_log(case.teacher_hidden, case.teacher_weight[:num_common], TEACHER_TRANSFORM)
+    if top_k:
+        log_p = softmax_log(hidden, weight, transform)
+        token_ids = log_q.topk(top_k).indices
+        log_p = with_rest(log_p, token_ids)
+        log_q = with_rest(log_q, token_ids)
+    else:
+        log_p = softmax_log(hidden, weight[:num_common], transform)
+    result = formula(log_p, log_q, divergence)
+    result.backward(case.grad.double())
+    return result, hidden.grad, weight.grad
+
+
+def compute(case: Case, settings: LogProbSettings, divergence: Divergence, top_k: int = 0):
+    """Return the divergence and its gradients of hidden and weight."""
+    if top_k:
+        teacher_settings = LogProbSettings(
+            TEACHER_TRANSFORM, settings.chunk_size, settings.is_compiled
+        )
+        candidates = top_k_log_probs(
+            case.teacher_hidden, case.teacher_weight, top_k, teacher_settings
+        )
+        result = top_k_divergence(case.hidden, case.weight, *candidates, divergence, settings)
+    else:
+        teacher = TeacherHead(case.teacher_weight, TEACHER_TRANSFORM)
+        result = full_divergence(
+            case.hidden, case.weight, case.teacher_hidden, teacher, divergence, settings
+        )
+    result.backward(case.grad)
+    return result, case.hidden.grad, case.weight.grad
+
+
+def assert_all_close(actual, wanted, tolerance: float = 2e-5) -> None:
+    for x, y in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 5, VOCAB_SIZE])
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
+def test_values_and_gradients(divergence, transform, top_k):
+    wanted = expected(make_case(), transform, divergence, top_k)
+    assert wanted[0].mean() > 1e-2
+    for chunk_size in (7, 1000):
+        settings = LogProbSettings(transform, chunk_size)
+        actual = compute(make_case(), settings, divergence, top_k)
+        assert actual[0].dtype == torch.float32
+        assert_all_close(actual, wanted)
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled(mode, top_k):
+    transform = TRANSFORMS[-1]
+    wanted = expected(make_case(), transform, Divergence(mode), top_k)
+    settings = LogProbSettings(transform, 7, is_compiled=True)
+    assert_all_close(compute(make_case(), settings, Divergence(mode), top_k), wanted)
+
+
+@pytest.mark.parametrize("teacher_tokens", [VOCAB_SIZE - 9, VOCAB_SIZE + 9])
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_of_one_model_alone_are_left_out(mode, teacher_tokens):
+    wanted = expected(make_case(teacher_tokens), TRANSFORMS[1], Divergence(mode))
+    settings = LogProbSettings(TRANSFORMS[1], 7)
+    assert_all_close(compute(make_case(teacher_tokens), settings, Divergence(mode)), wanted)
+
+
+def part_of_rank(
+    divergence: Divergence, top_k: int, teacher_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what compute() returns, where ranks divide the vocabulary."""
+    case = make_case(teacher_tokens)
+    rank = dist.get_rank()
+    num_ranks = dist.get_world_size()
+
+    def own_rows(weight: Tensor) -> tuple[Tensor, int]:
+        rows_per_rank = -(-len(weight) // num_ranks)
+        first = rank * rows_per_rank
+        return weight.detach()[first : first + rows_per_rank].clone(), first
+
+    weight, first_token = own_rows(case.weight)
+    weight.requires_grad_()
+    group = dist.group.WORLD
+    settings = LogProbSettings(TRANSFORMS[-1], 7, group=group, first_token=first_token)
+    if top_k:
+        teacher_weight, first_of_teacher = own_rows(case.teacher_weight)
+        teacher_settings = LogProbSettings(
+            TEACHER_TRANSFORM, 7, group=group, first_token=first_of_teacher
+        )
+        candidates = top_k_log_probs(case.teacher_hidden, teacher_weight, top_k, teacher_settings)
+        result = top_k_divergence(case.hidden, weight, *candidates, divergence, settings)
+    else:
+        teacher = TeacherHead(case.teacher_weight, TEACHER_TRANSFORM)
+        result = full_divergence(
+            case.hidden, weight, case.teacher_hidden, teacher, divergence, settings
+        )
+    result.backward(case.grad)
+    return result.detach(), case.hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize(
+    "top_k, teacher_tokens",
+    [(0, VOCAB_SIZE), (0, VOCAB_SIZE - 20), (0, VOCAB_SIZE + 20), (5, VOCAB_SIZE)],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_divide_the_vocabulary(tmp_path: Path, mode, top_k, teacher_tokens):
+    divergence = Divergence(mode)
+    wanted = expected(make_case(teacher_tokens), TRANSFORMS[-1], divergence, top_k)
+    parts = on_ranks(3, tmp_path, part_of_rank, divergence, top_k, teacher_tokens)
+    for result, *_ in parts:
+        assert_all_close([result], wanted[:1])
+    assert_all_close([sum(part[1] for part in parts)], wanted[1:2])
+    assert_all_close([torch.cat([part[2] for part in parts])], wanted[2:])
+
+
+def test_the_most_likely_tokens_and_the_rest():
+    case = make_case()
+    settings = LogProbSettings(TEACHER_TRANSFORM, 7)
+    token_ids, log_probs = top_k_log_probs(case.teacher_hidden, case.teacher_weight, 5, settings)
+    log_q = softmax_log(case.teacher_hidden, case.teacher_weight, TEACHER_TRANSFORM)
+    assert torch.equal(token_ids.long(), log_q.topk(5).indices)
+    assert_all_close([log_probs], [with_rest(log_q, token_ids.long())])
+    assert token_ids.dtype == torch.int32
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rest_that_would_be_lost_in_rounding(mode):
+    """The rest has a probability below 1e-12, so 1 minus the others' would be 0 in float32."""
+    case = make_case()
+    with torch.no_grad():
+        case.hidden.mul_(100)
+    settings = LogProbSettings(LogitTransform(), 7)
+    teacher_hidden = 0.9 * case.hidden.detach()
+    token_ids, log_q = top_k_log_probs(teacher_hidden, case.weight.detach(), 3, settings)
+    result = top_k_divergence(case.hidden, case.weight, token_ids, log_q, Divergence(mode), settings)
+    result.backward(case.grad)
+
+    hidden = case.hidden.detach().double().requires_grad_()
+    log_p = softmax_log(hidden, case.weight.detach(), LogitTransform())
+    wanted_log_q = softmax_log(teacher_hidden, case.weight.detach(), LogitTransform())
+    assert with_rest(log_p, token_ids.long())[:, -1].min() < -27
+    events = [with_rest(x, token_ids.long()) for x in (log_p, wanted_log_q)]
+    wanted = formula(*events, Divergence(mode))
+    wanted.backward(case.grad.double())
+    torch.testing.assert_close(log_q.double(), events[1], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(result.double(), wanted, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(case.hidden.grad.double(), hidden.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_no_tokens(top_k):
+    """A rank without tokens still takes part in the backward pass."""
+    full = make_case()
+    empty = full.hidden.detach()[:0].requires_grad_()
+    case = full._replace(
+        hidden=empty, teacher_hidden=full.teacher_hidden[:0], grad=full.grad[:0]
+    )
+    result, _, grad_weight = compute(case, LogProbSettings(), Divergence("jsd"), top_k)
+    assert result.shape == (0,)
+    assert not grad_weight.any()
+
+
+@pytest.mark.parametrize(
+    "divergence, beta",
+    [
+        (Divergence("forward_kl"), 0.0),
+        (Divergence("reverse_kl"), 1.0),
+        (Divergence("jsd"), 0.5),
+        (Divergence("jsd", 0.1), 0.1),
+    ],
+    ids=str,
+)
+def test_trl(divergence, beta):
+    """The mean equals the loss of TRL's GKDTrainer, and so do the gradients."""
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
+    case = make_case()
+    hidden = case.hidden.detach().double().requires_grad_()
+    weight = case.weight.detach().double().requires_grad_()
+    teacher_logits = case.teacher_hidden.double() @ case.teacher_weight.double().T
+    loss = GKDTrainer.generalized_jsd_loss(
+        (hidden @ weight.T)[None],
+        teacher_logits[None],
+        labels=torch.zeros(1, NUM_TOKENS),
+        beta=beta,
+        temperature=0.7,
+    )
+    loss.backward()
+    transform = LogitTransform(0.7)
+    result = full_divergence(
+        case.hidden,
+        case.weight,
+        case.teacher_hidden,
+        TeacherHead(case.teacher_weight, transform),
+        divergence,
+        LogProbSettings(transform, 7),
+    ).mean()
+    result.backward()
+    assert_all_close(
+        [result, case.hidden.grad, case.weight.grad], [loss, hidden.grad, weight.grad]
+    )
