@@ -205,6 +205,25 @@ class Engine(ABC):
         return self.head_outputs(batch, micro_batches)[0]
 
     @abstractmethod
+    def token_outputs(
+        self, batch: Batch, head: nn.Module, micro_batches: MicroBatches | None = None
+    ) -> tuple[Tensor, ...]:
+        """Compute the outputs of another head, without gradient: [T, ...] each, in host memory.
+
+        Only the ranks of the last pipeline stage return them; others return an empty tuple.
+
+        Args:
+            head: a module without parameters that is called like those in engines/heads.py.
+        """
+
+    @abstractmethod
+    def output_matrix(self) -> Tensor:
+        """Return all rows [V, h] of the output matrix in the compute dtype, on the device.
+
+        On ranks of other pipeline stages than the last: an empty tensor.
+        """
+
+    @abstractmethod
     def head_outputs(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
         """Compute the head's outputs [num_outputs, T] fp32, without gradient."""
 

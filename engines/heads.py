@@ -5,6 +5,7 @@ matrix, which may be tied to the embedding, gathered, or divided over ranks. A h
 that hooks see its inputs and outputs.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.logprobs import LogitTransform, LogProbSettings, linear_log_probs
+from engines.teacher import Distillation, TeacherRows
 
 
 class Head(Enum):
@@ -24,7 +26,10 @@ class Head(Enum):
 
 
 class LogProbHead(nn.Module):
-    """Log-probabilities, entropies, and whether tokens are the most likely ones."""
+    """Log-probabilities, entropies, and whether tokens are the most likely ones.
+
+    distillation: how to compare with a teacher while the model is trained; None: no teacher
+    """
 
     num_outputs = 3
     num_differentiable = 2  # only this many outputs, the first ones, are passed to the loss
@@ -50,6 +55,7 @@ class LogProbHead(nn.Module):
             scale, softcap: the model's own, see LogitTransform.
         """
         super().__init__()
+        self.distillation: Distillation | None = None
         self.vocab_size = vocab_size
         is_divided = group is not None and group.size() > 1
         self.settings = LogProbSettings(
@@ -60,23 +66,38 @@ class LogProbHead(nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, candidate_ids: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        candidate_ids: Tensor,
+        teacher: TeacherRows | None = None,
+    ) -> tuple[Tensor, ...]:
         """Return log_probs [k] fp32, entropy [k] fp32 (nats) and is_greedy [k] bool.
+
+        With distillation, also the divergence from the teacher [k] fp32, which is differentiable.
 
         Args:
             hidden: [k, h]. See linear_log_probs about its gradient.
             weight: [this rank's share of the vocabulary, h].
             targets: [k] int64, the tokens to predict.
             candidate_ids: [k, K] int64, the tokens that each target was sampled from; K = 0: all.
+            teacher: what the teacher provides for each target.
         """
+        weight, settings = self.own_part(weight)
+        outputs = linear_log_probs(hidden, weight, targets, settings, candidate_ids)
+        if self.distillation is None or teacher is None:
+            return outputs
+        return *outputs, self.distillation.compare(hidden, weight, teacher, settings)
+
+    def own_part(self, weight: Tensor) -> tuple[Tensor, LogProbSettings]:
+        """Return this rank's rows of the output matrix without padding, and where they begin."""
         settings = self.settings
-        if settings.group is not None:
-            first_token = settings.group.rank() * len(weight)
-            num_tokens = max(0, self.vocab_size - first_token)
-            weight = weight[:num_tokens]  # without the rows that pad the vocabulary
-            settings = replace(settings, first_token=first_token)
-        return linear_log_probs(hidden, weight, targets, settings, candidate_ids)
+        if settings.group is None:
+            return weight, settings
+        first_token = settings.group.rank() * len(weight)
+        num_tokens = max(0, self.vocab_size - first_token)
+        return weight[:num_tokens], replace(settings, first_token=first_token)
 
 
 class ValueHead(nn.Module):
@@ -86,8 +107,25 @@ class ValueHead(nn.Module):
     num_differentiable = 1
 
     def forward(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, candidate_ids: Tensor
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        candidate_ids: Tensor,
+        teacher: TeacherRows | None = None,
     ) -> tuple[Tensor]:
         """Return the value [k] fp32 of the state before each target; weight is [1, h]."""
         values = nn.functional.linear(hidden, weight)[:, 0]
         return (values.float(),)
+
+
+def call_loss(
+    loss_fn: Callable, head: nn.Module, outputs: tuple[Tensor, ...], fields: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return what a loss function (engines.base.LossFn) returns for a head's outputs, each [T].
+
+    With distillation, the loss function gets the divergence from the teacher as a field.
+    """
+    if len(outputs) > head.num_outputs:
+        fields = fields | {"divergence": outputs[head.num_outputs]}
+    return loss_fn(*outputs[: head.num_differentiable], fields)

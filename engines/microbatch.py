@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from data.batching.batch import Batch
+from data.batching.plan import MicroBatches
 from engines.parallel.collectives import AllGatherSliceGrad
 from engines.parallel.device import to_device
 from engines.parallel.varlen import Zigzag
 from engines.planning import round_up
+from engines.teacher import FIELDS as TEACHER_FIELDS, TeacherRows
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class MicroBatch:
     num_tokens        T
     ahead             entry i is for the MTP layer that predicts i + 1 tokens further ahead
     image_inputs      inputs of a vision-language model, which replace input_ids and positions
+    teacher           what a teacher provides for each target, in host memory until it is used
     """
 
     input_ids: Tensor
@@ -94,21 +97,46 @@ class MicroBatch:
     num_tokens: int
     ahead: list[TokensAhead]
     image_inputs: dict[str, Tensor] = field(default_factory=dict)
+    teacher: TeacherRows | None = None
 
     def to_tokens(self, predictions: Tensor) -> Tensor:
-        """Scatter this rank's predictions [m] to tokens [T], with 0 for tokens without one.
+        """Scatter this rank's predictions [m, ...] to tokens [T, ...], with 0 where there is none.
 
         The result is the same on all ranks of the context-parallel group.
         """
         if self.group.size() > 1:
-            slots = predictions.new_zeros(self.input_ids.numel())
+            slots = predictions.new_zeros(self.input_ids.numel(), *predictions.shape[1:])
             slots = slots.index_copy(0, self.predicting_slots, predictions)
             predictions = AllGatherSliceGrad.apply(slots, self.group).index_select(
                 0, self.source_slots
             )
-        return predictions.new_zeros(self.num_tokens).index_copy(
-            0, self.predicted_tokens, predictions
+        tokens = predictions.new_zeros(self.num_tokens, *predictions.shape[1:])
+        return tokens.index_copy(0, self.predicted_tokens, predictions)
+
+
+class TokenResults:
+    """Collects the head's outputs for all tokens of a batch from its micro-batches.
+
+    outputs: [T, ...] each; None before the first micro-batch.
+    """
+
+    def __init__(self, batch: Batch, micro_batches: MicroBatches, device: torch.device):
+        self.num_tokens = len(batch.input_ids)
+        self.device = device
+        numbers = Batch(torch.arange(self.num_tokens), batch.cu_seqlens)
+        self.tokens = iter(
+            [numbers.select(members).input_ids.to(device) for _, members in micro_batches]
         )
+        self.outputs: tuple[Tensor, ...] | None = None
+
+    def add(self, outputs: tuple[Tensor, ...]) -> None:
+        """Add the outputs of the next micro-batch, one entry per token."""
+        outputs = [x.to(self.device) for x in outputs]
+        if self.outputs is None:
+            self.outputs = tuple(x.new_zeros(self.num_tokens, *x.shape[1:]) for x in outputs)
+        tokens = next(self.tokens)
+        for of_batch, of_micro_batch in zip(self.outputs, outputs):
+            of_batch[tokens] = of_micro_batch
 
 
 # -- index arithmetic -----------------------------------------------------------------------------
@@ -292,12 +320,17 @@ def lay_out(
         candidate_ids=move(batch.candidate_ids[own_targets]),
         predicted_tokens=move(placement.predicted),
         source_slots=move(placement.slots.rank * grid.num_slots + placement.slots.slot),
-        fields={name: move(values) for name, values in batch.fields.items()},
+        fields={
+            name: move(values)
+            for name, values in batch.fields.items()
+            if name not in TEACHER_FIELDS
+        },
         num_tokens=len(batch.input_ids),
         ahead=[
             lay_out_ahead(batch, place_tokens(batch, grid, rank, k), rank, device)
             for k in range(1, num_ahead + 1)
         ],
+        teacher=TeacherRows.of(batch.fields, own_targets),
     )
 
 

@@ -35,8 +35,8 @@ from engines.fsdp.router_loss import RouterLoss
 from engines.fsdp.sharding import begin_micro_batch, full_tensor, reshard, shard
 from engines.fsdp.state import ModelState, future_optimizer_tensors, optimizer_tensors
 from engines.fsdp.transforms import build_model, prepare_layers, uses_compile
-from engines.heads import Head, LogProbHead, ValueHead
-from engines.microbatch import Layout, MicroBatch, lay_out
+from engines.heads import Head, LogProbHead, ValueHead, call_loss
+from engines.microbatch import Layout, MicroBatch, TokenResults, lay_out
 from engines.model import guard, lora
 from engines.model.flops import count_flops
 from engines.model.hf import keep_zero_padding_row, layer_modules, plain_attention
@@ -244,7 +244,7 @@ class FSDPEngine(Engine):
                 outputs = self._forward(micro_batch)
         else:
             outputs = self._forward(micro_batch)
-        loss, amounts = loss_fn(*outputs[: self.head.num_differentiable], micro_batch.fields)
+        loss, amounts = call_loss(loss_fn, self.head, outputs, micro_batch.fields)
         total = loss
         if self._router_loss:
             total = loss + self._router_loss.weighted(router_logits, micro_batch)
@@ -293,21 +293,37 @@ class FSDPEngine(Engine):
 
     # -- evaluation --------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def head_outputs(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
+        outputs = self._evaluate(batch, micro_batches, self.device)
+        return torch.stack([x.float() for x in outputs])
+
+    def token_outputs(
+        self, batch: Batch, head: nn.Module, micro_batches: MicroBatches | None = None
+    ) -> tuple[Tensor, ...]:
+        self.model.head = head
+        try:
+            return self._evaluate(batch, micro_batches, torch.device("cpu"))
+        finally:
+            self.model.head = self.head
+
+    @torch.no_grad()
+    def _evaluate(
+        self, batch: Batch, micro_batches: MicroBatches | None, result_device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Return the head's outputs, without gradient: [T, ...] each."""
         self.onload("parameters")
-        num_tokens = len(batch.input_ids)
-        answers = torch.zeros(self.head.num_outputs, num_tokens, device=self.device)
-        token_indices = Batch(torch.arange(num_tokens), batch.cu_seqlens)
-        self.model.eval()
         micro_batches = micro_batches or self.divide_share(batch.lengths)
-        laid_out = self._laid_out(batch, micro_batches)
-        for (_, members), micro_batch in zip(micro_batches, laid_out):
-            outputs = self._forward(micro_batch)
-            tokens = token_indices.select(members).input_ids.to(self.device)
-            answers[:, tokens] = torch.stack([x.float() for x in outputs])
+        results = TokenResults(batch, micro_batches, result_device)
+        self.model.eval()
+        for micro_batch in self._laid_out(batch, micro_batches):
+            results.add(self._forward(micro_batch))
         self.model.train()
-        return answers
+        return results.outputs
+
+    def output_matrix(self) -> Tensor:
+        self.onload("parameters")
+        weight = full_tensor(self.hf.get_output_embeddings().weight.detach())
+        return weight.to(self.device, self.compute_dtype)
 
     @torch.no_grad()
     def head_outputs_one_by_one(self, batch: Batch) -> Tensor:
@@ -394,9 +410,8 @@ class FSDPEngine(Engine):
             "position_ids": batch.positions.expand_as(batch.input_ids),
         }
         self._padding = batch.padding
-        outputs = self.model(
-            batch.predicting_slots, batch.targets, batch.candidate_ids, batch.packing, **inputs
-        )
+        predictions = (batch.predicting_slots, batch.targets, batch.candidate_ids)
+        outputs = self.model(*predictions, batch.packing, batch.teacher, **inputs)
         return tuple(batch.to_tokens(x) for x in outputs)
 
     # -- structure ---------------------------------------------------------------------------------

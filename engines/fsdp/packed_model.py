@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from engines.fsdp.attention import Packing
 from engines.fsdp.recurrence import StateResets
+from engines.teacher import TeacherRows
 
 
 class PackedModel(nn.Module):
@@ -25,6 +26,7 @@ class PackedModel(nn.Module):
         targets: Tensor,
         candidate_ids: Tensor,
         packing: Packing | None = None,
+        teacher: TeacherRows | None = None,
         **inputs: Tensor,
     ):
         """Return the head's outputs for k tokens.
@@ -34,6 +36,7 @@ class PackedModel(nn.Module):
             targets: [k], the tokens to predict.
             candidate_ids: [k, K], the tokens that each target was sampled from.
             packing: None if every row holds one sequence.
+            teacher: what a teacher provides for each target.
             inputs: input_ids and position_ids [rows, length] and, for images, further inputs of the
                 model.
         """
@@ -44,4 +47,4 @@ class PackedModel(nn.Module):
         outputs = body(use_cache=False, **attention, **inputs)
         hidden = outputs[0].transpose(0, 1).flatten(0, 1).index_select(0, predicting_slots)
         weight = self.hf.get_output_embeddings().weight.to(hidden.dtype)
-        return self.head(hidden, weight, targets, candidate_ids)
+        return self.head(hidden, weight, targets, candidate_ids, teacher)

@@ -42,13 +42,13 @@ from engines.megatron.adapters import check_adapters, export_adapters
 from engines.megatron.families import check_family
 from engines.megatron.gpt import ModelDescription, build_models
 from engines.megatron.mapping import Mapping
-from engines.megatron.moe import Router
-from engines.megatron.outputs import TokenOutputs
+from engines.megatron.moe import Router, mean_aux_loss
+from engines.megatron.outputs import TokenOutputs, on_all_stages
 from engines.megatron.pipeline import run_schedule
 from engines.megatron.step_loss import MTPLoss, StepLoss, count_mtp_targets
 from engines.megatron.torch_layers import Packing
 from engines.megatron.without_cuda import cuda_is_cpu
-from engines.microbatch import Layout, MicroBatch, lay_out
+from engines.microbatch import Layout, MicroBatch, TokenResults, lay_out
 from engines.model import freeze, guard, lora, mtp
 from engines.model.experts import aux_loss_weight
 from engines.model.flops import count_flops
@@ -255,7 +255,8 @@ class MegatronEngine(Engine):
         grad_norm = self.step_optimizer(lr)
         metrics = step_loss.reduce_metrics(self.sum_over_dp, self.pp_group)
         if has_aux_loss:
-            metrics["router_aux_loss"] = self._reduce_aux_loss()
+            num_layers = self.hf_config.num_hidden_layers
+            metrics["router_aux_loss"] = mean_aux_loss(self.routers, num_layers)
         return {
             **metrics,
             "grad_norm": grad_norm,
@@ -311,47 +312,51 @@ class MegatronEngine(Engine):
             distributed_optimizer.apply_gradients(self.optimizer, self.optim, lr, grad_norm)
         return grad_norm
 
-    def _reduce_aux_loss(self) -> float:
-        """Return a step's auxiliary loss of routers, as a mean over layers."""
-        aux_loss = torch.stack([router.aux_loss for router in self.routers]).sum()
-        dist.all_reduce(aux_loss)
-        return aux_loss.item() / self.hf_config.num_hidden_layers
-
     # -- evaluation --------------------------------------------------------------------------------
 
     @cuda_is_cpu()
     @torch.no_grad()
     def head_outputs(self, batch: Batch, micro_batches: MicroBatches | None = None) -> Tensor:
+        results = self._evaluate(batch, micro_batches, self.device)
+        shape = (self.head.num_outputs, len(batch.input_ids))
+        return on_all_stages(results, shape, self.pp_group, self.device)
+
+    @cuda_is_cpu()
+    @torch.no_grad()
+    def token_outputs(
+        self, batch: Batch, head: nn.Module, micro_batches: MicroBatches | None = None
+    ) -> tuple[Tensor, ...]:
+        self.outputs.head = head
+        try:
+            return self._evaluate(batch, micro_batches, torch.device("cpu"))
+        finally:
+            self.outputs.head = self.head
+
+    def _evaluate(
+        self, batch: Batch, micro_batches: MicroBatches | None, result_device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Return the head's outputs, [T, ...] each; none except on the last pipeline stage."""
         self.onload("parameters")
-        num_tokens = len(batch.input_ids)
-        outputs = torch.zeros(self.head.num_outputs, num_tokens, device=self.device)
         micro_batches = micro_batches or self.divide_share(batch.lengths)
         num_missing = -len(micro_batches) % self.micro_batches_multiple
         empty = (min(self.cp_groups), [])
         micro_batches = micro_batches + num_missing * [empty]
-
-        # The indices of each micro-batch's tokens within the batch.
-        token_numbers = Batch(torch.arange(num_tokens), batch.cu_seqlens)
-        tokens_of_micro_batches = iter(
-            [
-                token_numbers.select(members).input_ids.to(self.device)
-                for _, members in micro_batches
-            ]
-        )
+        results = TokenResults(batch, micro_batches, result_device)
 
         def collect(micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool) -> None:
-            token_outputs = self.outputs.compute(micro_batch, hidden)
-            tokens = next(tokens_of_micro_batches)
-            outputs[:, tokens] = torch.stack([x.float() for x in token_outputs])
+            results.add(self.outputs.compute(micro_batch, hidden))
 
         for model in self.models:
             model.eval()  # In training mode, activations would be recomputed.
         self._run_schedule(batch, micro_batches, collect, forward_only=True)
         for model in self.models:
             model.train()
-        if self.pp_group.size() > 1:
-            dist.broadcast(outputs, mpu.get_pipeline_model_parallel_last_rank(), self.pp_group)
-        return outputs
+        return results.outputs or ()
+
+    @torch.no_grad()
+    def output_matrix(self) -> Tensor:
+        self.onload("parameters")
+        return self.outputs.whole_output_matrix(self.hf_config.vocab_size, self.compute_dtype)
 
     def head_outputs_one_by_one(self, batch: Batch) -> Tensor:
         smallest_group = min(self.cp_groups)

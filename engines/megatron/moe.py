@@ -247,3 +247,10 @@ class CopyTokens(torch.autograd.Function):
         (order,) = ctx.saved_tensors
         by_token = grad.index_select(0, inverse(order)).unflatten(0, (-1, ctx.k))
         return by_token.sum(1), None, None
+
+
+def mean_aux_loss(routers: list[Router], num_layers: int) -> float:
+    """Return a step's auxiliary loss of routers, as a mean over the layers of all ranks."""
+    aux_loss = torch.stack([router.aux_loss for router in routers]).sum()
+    dist.all_reduce(aux_loss)
+    return aux_loss.item() / num_layers

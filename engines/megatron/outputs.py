@@ -1,6 +1,8 @@
 """Turns the last pipeline stage's hidden states into the head's outputs for each token."""
 
+import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -35,6 +37,7 @@ class TokenOutputs:
             self.output_matrix().to(hidden.dtype),
             micro_batch.targets,
             micro_batch.candidate_ids,
+            micro_batch.teacher,
         )
         return tuple(micro_batch.to_tokens(output) for output in outputs)
 
@@ -74,3 +77,32 @@ class TokenOutputs:
         if self.model.output_layer.weight is None:
             return self.model.shared_embedding_or_output_weight()
         return self.model.output_layer.weight
+
+    def whole_output_matrix(self, vocab_size: int, dtype: torch.dtype) -> Tensor:
+        """Return the rows of all tensor-parallel ranks, without padding: [V, h].
+
+        On other pipeline stages than the last: an empty tensor.
+        """
+        if not self.model.post_process:
+            return torch.empty(0, dtype=dtype)
+        own = self.output_matrix().detach().to(dtype).contiguous()
+        whole = own.new_empty(len(own) * self.tp_group.size(), own.shape[1])
+        dist.all_gather_into_tensor(whole, own, group=self.tp_group)
+        return whole[:vocab_size]
+
+
+def on_all_stages(
+    results: tuple[Tensor, ...],
+    shape: tuple[int, int],
+    pp_group: dist.ProcessGroup,
+    device: torch.device,
+) -> Tensor:
+    """Stack the last pipeline stage's results [T], and return them on all stages.
+
+    results: empty on other stages. shape: that of the stacked results.
+    """
+    outputs = torch.stack([x.float() for x in results]) if results else torch.zeros(shape)
+    outputs = outputs.to(device)
+    if pp_group.size() > 1:
+        dist.broadcast(outputs, mpu.get_pipeline_model_parallel_last_rank(), pp_group)
+    return outputs

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from data.batching.batch import Batch
 from engines.base import LossFn
+from engines.heads import call_loss
 from engines.megatron.outputs import TokenOutputs
 from engines.microbatch import MicroBatch
 
@@ -70,8 +71,7 @@ class StepLoss:
         num_mtp_layers = 0 if self.mtp is None else len(self.mtp.sums)
         hidden, *mtp_outputs = hidden.chunk(1 + num_mtp_layers)
         outputs = self.outputs.compute(micro_batch, hidden)
-        differentiable = outputs[: self.outputs.head.num_differentiable]
-        loss, reported = self.loss_fn(*differentiable, micro_batch.fields)
+        loss, reported = call_loss(self.loss_fn, self.outputs.head, outputs, micro_batch.fields)
         for name, amount in {"loss": loss, **reported}.items():
             self.amounts[name] += amount.detach() * self.reports_group(micro_batch.group)
         for layer, (ahead, mtp_hidden) in enumerate(zip(micro_batch.ahead, mtp_outputs)):

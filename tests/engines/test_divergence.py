@@ -228,7 +228,9 @@ def test_a_rest_that_would_be_lost_in_rounding(mode):
     settings = LogProbSettings(LogitTransform(), 7)
     teacher_hidden = 0.9 * case.hidden.detach()
     token_ids, log_q = top_k_log_probs(teacher_hidden, case.weight.detach(), 3, settings)
-    result = top_k_divergence(case.hidden, case.weight, token_ids, log_q, Divergence(mode), settings)
+    result = top_k_divergence(
+        case.hidden, case.weight, token_ids, log_q, Divergence(mode), settings
+    )
     result.backward(case.grad)
 
     hidden = case.hidden.detach().double().requires_grad_()
@@ -248,9 +250,7 @@ def test_no_tokens(top_k):
     """A rank without tokens still takes part in the backward pass."""
     full = make_case()
     empty = full.hidden.detach()[:0].requires_grad_()
-    case = full._replace(
-        hidden=empty, teacher_hidden=full.teacher_hidden[:0], grad=full.grad[:0]
-    )
+    case = full._replace(hidden=empty, teacher_hidden=full.teacher_hidden[:0], grad=full.grad[:0])
     result, _, grad_weight = compute(case, LogProbSettings(), Divergence("jsd"), top_k)
     assert result.shape == (0,)
     assert not grad_weight.any()
@@ -292,6 +292,4 @@ def test_trl(divergence, beta):
         LogProbSettings(transform, 7),
     ).mean()
     result.backward()
-    assert_all_close(
-        [result, case.hidden.grad, case.weight.grad], [loss, hidden.grad, weight.grad]
-    )
+    assert_all_close([result, case.hidden.grad, case.weight.grad], [loss, hidden.grad, weight.grad])

@@ -1,0 +1,151 @@
+"""Distillation: what a teacher provides for each token, and how a student's head uses it.
+
+The teacher runs first, without a gradient. Its results wait in host memory, as fields of the batch
+in which the student is trained:
+
+    teacher_ids        [T, K] int32 and
+    teacher_log_probs  [T, K + 1] fp32: its K most likely tokens, their log-probabilities and that
+                       of all others
+    teacher_hidden     [T, h] of the compute dtype, in their place: its last hidden states, if the
+                       divergence covers the whole vocabulary. The student's head then applies the
+                       teacher's output matrix to them, a chunk of tokens at a time
+    teacher_number     [T] int64: which of several teachers; only with teacher_hidden
+
+Entry t belongs to the prediction of token t.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from engines.divergence import (
+    Divergence,
+    TeacherHead,
+    full_divergence,
+    top_k_divergence,
+    top_k_log_probs,
+)
+from engines.logprobs import LogProbSettings
+from engines.parallel.device import to_device
+
+FIELDS = ("teacher_ids", "teacher_log_probs", "teacher_hidden", "teacher_number")
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """The fields of m tokens, in host memory; None: there is no such field."""
+
+    teacher_ids: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
+    teacher_hidden: Tensor | None = None
+    teacher_number: Tensor | None = None
+
+    @staticmethod
+    def of(fields: Mapping[str, Tensor], tokens: Tensor) -> "TeacherRows | None":
+        """Return the fields of these tokens; None if a batch has no results of a teacher.
+
+        tokens: [m] int64, their indices in the batch.
+        """
+        rows = {name: fields[name][tokens] for name in FIELDS if name in fields}
+        return TeacherRows(**rows) if rows else None
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """How a student's head compares its distributions with a teacher's.
+
+    temperature  divides the logits of both
+    teachers     the teachers' output matrices, if the divergence covers the whole vocabulary
+    """
+
+    divergence: Divergence
+    temperature: float
+    teachers: Sequence[TeacherHead] = ()
+
+    def compare(
+        self, hidden: Tensor, weight: Tensor, rows: TeacherRows, settings: LogProbSettings
+    ) -> Tensor:
+        """Return the divergence at each of m tokens: [m] fp32, differentiable.
+
+        Args:
+            hidden: [m, h], and weight [V, h]: the student's, as in linear_log_probs().
+            settings: the student's.
+        """
+        settings = with_temperature(settings, self.temperature)
+        if rows.teacher_hidden is None:
+            return top_k_divergence(
+                hidden,
+                weight,
+                to_device(rows.teacher_ids, hidden.device),
+                to_device(rows.teacher_log_probs, hidden.device),
+                self.divergence,
+                settings,
+            )
+        result = torch.zeros(len(hidden), device=hidden.device)
+        for number, teacher in enumerate(self.teachers):
+            taught = (rows.teacher_number == number).nonzero()[:, 0]
+            hidden_size = teacher.weight.shape[1]
+            teacher_hidden = rows.teacher_hidden[taught, :hidden_size]
+            taught = to_device(taught, hidden.device)
+            divergence = full_divergence(
+                hidden[taught],
+                weight,
+                to_device(teacher_hidden, hidden.device),
+                teacher,
+                self.divergence,
+                settings,
+            )
+            result = result.index_copy(0, taught, divergence)
+        return result
+
+
+def with_temperature(settings: LogProbSettings, temperature: float) -> LogProbSettings:
+    """Return the settings with another temperature."""
+    return replace(settings, transform=settings.transform._replace(temperature=temperature))
+
+
+class HiddenHead(nn.Module):
+    """The last hidden states themselves, in place of an engine's head."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        candidate_ids: Tensor,
+        teacher: TeacherRows | None = None,
+    ) -> tuple[Tensor]:
+        return (hidden,)
+
+
+class TopKHead(nn.Module):
+    """The most likely tokens, in place of an engine's head."""
+
+    def __init__(self, head: nn.Module, top_k: int, num_tokens: int, temperature: float):
+        """
+        Args:
+            head: the engine's own LogProbHead, which knows how ranks divide the vocabulary.
+            num_tokens: the tokens that both models have: those after them are left out.
+            temperature: divides the logits.
+        """
+        super().__init__()
+        self.own_part = head.own_part
+        self.top_k = top_k
+        self.num_tokens = num_tokens
+        self.temperature = temperature
+
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        candidate_ids: Tensor,
+        teacher: TeacherRows | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens [m, K] int32 and the log-probabilities [m, K + 1] fp32."""
+        weight, settings = self.own_part(weight)
+        weight = weight[: max(0, self.num_tokens - settings.first_token)]
+        settings = with_temperature(settings, self.temperature)
+        return top_k_log_probs(hidden, weight, self.top_k, settings)
