@@ -84,7 +84,12 @@ def format(prompt: str, response: str, row: dict) -> float:
     return float(match is not None)
 
 
-REWARDS = {"exact_match": exact_match, "math": math, "format": format}
+def none(response: str) -> float:
+    """Return 0.0, for rows without an answer: with a teacher, a policy learns without rewards."""
+    return 0.0
+
+
+REWARDS = {"exact_match": exact_match, "math": math, "format": format, "none": none}
 
 
 def find(function: str) -> Callable:

@@ -21,10 +21,17 @@ LABELS = {
     "image_activations": "activations of images",
     "chunk_logits": "logits of a chunk",
     "output_matrix_gradient": "gradient of the output matrix",
+    "teacher_matrix": "output matrix of the teacher",
     "device_total": "device total",
     "offloaded": "offloaded to host memory",
 }
-ONLY_IN_TRAINING = ("gradients", "optimizer", "unreduced_gradients", "output_matrix_gradient")
+ONLY_IN_TRAINING = (
+    "gradients",
+    "optimizer",
+    "unreduced_gradients",
+    "output_matrix_gradient",
+    "teacher_matrix",
+)
 MAY_BE_ON_HOST = ("parameters", "gradients", "optimizer")
 
 
@@ -38,6 +45,7 @@ class Estimate:
     activations             tensors that the forward pass keeps for the backward pass
     chunk_logits            logits of one chunk of tokens in the head, and their gradient
     output_matrix_gradient  the head's fp32 sum over chunks
+    teacher_matrix          the output matrix of the teacher, whole, in distillation without top_k
     gathered_weights        FSDP: weights that other ranks store, in the compute dtype
     unreduced_gradients     FSDP: gradients before they are reduced, and the copy that is reduced
     image_activations       activations of the vision tower
@@ -53,6 +61,7 @@ class Estimate:
     activations: float
     chunk_logits: float
     output_matrix_gradient: float | None
+    teacher_matrix: float | None = None
     gathered_weights: float | None = None
     unreduced_gradients: float | None = None
     image_activations: float | None = None

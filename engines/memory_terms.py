@@ -3,12 +3,27 @@
 import math
 from collections.abc import Callable
 
-from omegaconf import DictConfig
+import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from engines.context_parallel import fixed_cp_size, has_dynamic_cp
+from engines.model.hf import read_hf_config
 from engines.model.lengths import longest_sequence
 from engines.model.shape import attention_widths, head_dim
+
+
+def teacher_matrix_bytes(config: DictConfig) -> float | None:
+    """Return the bytes of the teacher's output matrix in the compute dtype.
+
+    None without a teacher, and with top_k, which needs no matrix while the student is trained.
+    """
+    distill = OmegaConf.select(config, "algorithm.distill")
+    if distill is None or distill.teacher is None or distill.top_k:
+        return None
+    shape = read_hf_config(distill.teacher).get_text_config()
+    dtype = getattr(torch, config.engine.compute_dtype)
+    return shape.vocab_size * shape.hidden_size * dtype.itemsize
 
 
 def keys_per_token(

@@ -13,6 +13,7 @@ from job.hardware import Hardware
 from rollout.vllm import adapters
 from rollout.vllm.capacity import ASLEEP_BYTES, AwakeMemory
 
+FROZEN_ROLES = ("reference", "teacher")
 FULL = 0.95  # share of the device above which a run is likely to run out of memory
 
 
@@ -64,7 +65,7 @@ class MemoryPlan:
             self.hardware.world_size,
             self.hardware.device_type,
             Head.VALUES if role == "critic" else Head.LOG_PROBS,
-            role != "reference",
+            role not in FROZEN_ROLES,
         )
         return max(stages, key=lambda stage: stage.device_total)
 
@@ -182,7 +183,7 @@ class MemoryPlan:
                 continue
             estimate = self.estimate(role, config)
             for part in ("parameters", "optimizer"):
-                key = "reference" if role == "reference" else part
+                key = "reference" if role in FROZEN_ROLES else part
                 if not config.offload[key]:
                     setting = f"offload.{key}=true"
                     savings[setting] = savings.get(setting, 0) + (getattr(estimate, part) or 0)

@@ -9,6 +9,13 @@ TOKENS_AT_ONCE = 1 << 22  # the number of tokens that are searched at a time
 # Files to download from the hub: tokenizer, chat template, the model's own code, and its weights.
 DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 WEIGHT_FILES = ["*.safetensors"]
+# Role -> the key that names its model. A script has only some of them.
+MODEL_KEYS = {
+    "model": "model.path",
+    "critic": "critic.path",
+    "reference": "reference.path",
+    "teacher": "algorithm.distill.teacher",
+}
 
 
 def with_local_models(config):
@@ -20,12 +27,12 @@ def with_local_models(config):
     from omegaconf import OmegaConf
 
     patterns = DESCRIPTION_FILES if config.dry_run else DESCRIPTION_FILES + WEIGHT_FILES
-    paths = {}
-    for role in ("model", "critic", "reference"):
-        path = path_of(config, role)
+    paths = []
+    for key in MODEL_KEYS.values():
+        path = OmegaConf.select(config, key)
         if path is not None and not Path(path).is_dir():
-            paths[role] = {"path": download(path, f"{role}.path", patterns)}
-    return OmegaConf.merge(config, paths)
+            paths.append(f"{key}={download(path, key, patterns)}")
+    return OmegaConf.merge(config, OmegaConf.from_dotlist(paths))
 
 
 def base_name(config) -> str:
@@ -39,11 +46,6 @@ def base_name(config) -> str:
     """
     path = Path(config.model.path)
     return str(path.absolute()) if path.is_dir() else config.model.path
-
-
-def path_of(config, role: str) -> str | None:
-    """Return {role}.path, or None if it is not set or the script has no such role."""
-    return config[role].path if role in config else None
 
 
 def download(name: str, key: str, patterns: list[str]) -> str:
@@ -73,7 +75,7 @@ def download(name: str, key: str, patterns: list[str]) -> str:
 def load_processor(config, tokenizer):
     """Return the data.images.processor.Processor of model.path, or None if model.images is false.
 
-    Raises InputError if the critic or the reference, which receive the actor's tokens, process
+    Raises InputError if the critic, reference or teacher, which receive the actor's tokens, process
     images differently from the actor.
     """
     dropped_keys = config.data.drop_processor_keys
@@ -84,16 +86,18 @@ def load_processor(config, tokenizer):
                 "model.images=true"
             )
         return None
+    from omegaconf import OmegaConf
+
     from data.images.processor import Processor
 
     processor = Processor(config.model.path, tokenizer, dropped_keys)
-    for role in ("critic", "reference"):
-        path = path_of(config, role)
+    for role in ("critic", "reference", "teacher"):
+        path = OmegaConf.select(config, MODEL_KEYS[role])
         if not path or path == config.model.path:
             continue
         if not processor.reads_as(Processor(path, dropped=dropped_keys)):
             raise InputError(
-                f"{role}.path={path} processes images differently from "
+                f"{MODEL_KEYS[role]}={path} processes images differently from "
                 f"model.path={config.model.path}: give both the same processor"
             )
     # Older models store the chat template with the processor.

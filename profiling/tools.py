@@ -21,6 +21,7 @@ COLOURS = {
     "reward": "yellow",
     "actor_compute_log_prob": "cyan",
     "ref_compute_log_prob": "blue",
+    "teacher_compute": "blue",
     "compute_values": "purple",
     "advantages": "orange",
     "train_batch": "red",

@@ -15,11 +15,12 @@ Amounts = dict[str, Tensor]
 
 
 class ActorLoss:
-    """The policy loss, the entropy bonus and the divergence from the reference.
+    """The policy loss, the entropy bonus, and the divergences from the reference and the teacher.
 
     Pass an instance to Engine.train_batch() as the loss function. It reads the fields that
     estimation.set_advantages() fills. If old_log_probs is missing, this is the only update of the
-    step, and its own log-probabilities are the old ones.
+    step, and its own log-probabilities are the old ones. With a teacher, the engine provides the
+    field divergence [T], which is differentiable.
     """
 
     def __init__(self, config: DictConfig, num_sequences: int):
@@ -39,12 +40,15 @@ class ActorLoss:
         token_weight = fields["token_weight"]
         # Rejected tokens are left out of the ratio of their sequence, too.
         mask = (token_weight > 0).float()
-        losses, metrics = self.policy_losses(log_probs, entropy, old_log_probs, mask, fields)
-        if algorithm.rollout_is != "none":
-            losses = losses * self.importance_weights(old_log_probs, fields)
-        loss = (losses * loss_weight).sum()
-        amounts = {name: (x * token_weight).sum() for name, x in metrics.items()}
-        amounts["pg_loss"] = loss
+        loss = log_probs.new_zeros(())
+        amounts = {}
+        if not algorithm.distill.only:
+            losses, metrics = self.policy_losses(log_probs, entropy, old_log_probs, mask, fields)
+            if algorithm.rollout_is != "none":
+                losses = losses * self.importance_weights(old_log_probs, fields)
+            loss = (losses * loss_weight).sum()
+            amounts = {name: (x * token_weight).sum() for name, x in metrics.items()}
+            amounts["pg_loss"] = loss
         amounts["entropy"] = (entropy.detach() * token_weight).sum()
         amounts["ppo_kl"] = ((old_log_probs - log_probs) * token_weight).sum()
         if algorithm.entropy_coeff:
@@ -53,6 +57,10 @@ class ActorLoss:
             divergence = self.reference_divergence(log_probs, fields["ref_log_probs"])
             amounts["kl_loss"] = (divergence * loss_weight).sum()
             loss = loss + algorithm.kl_loss_coef * amounts["kl_loss"]
+        if "divergence" in fields:
+            divergence = fields["divergence"]
+            amounts["distill/divergence"] = (divergence.detach() * token_weight).sum()
+            loss = loss + algorithm.distill.coef * (divergence * loss_weight).sum()
         if "old_log_probs" not in fields:
             # Otherwise set_advantages() has reported these, including the rejected tokens.
             gaps = off_policy(old_log_probs, fields["rollout_log_probs"], mask)

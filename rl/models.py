@@ -1,4 +1,4 @@
-"""The models of a run: always an actor, and a critic and a reference if something reads them."""
+"""The models of a run: always an actor, and a critic, reference and teacher if it uses them."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from engines.build import engine_class
 from engines.heads import Head
 from engines.reference import check_same_vocabulary, reference_config
 from rl.functions import inputs_read
+from rl.teacher import check_teacher, teacher_config, uses_teacher
 
 
 def uses_critic(config: DictConfig) -> bool:
@@ -32,7 +33,7 @@ def longest_response(config: DictConfig) -> int:
 def role_configs(config: DictConfig) -> dict[str, DictConfig]:
     """Return the configuration of each engine of this run, by role.
 
-    The roles are actor, critic and reference, in the order in which they are built. With adapters
+    The roles are actor, critic, reference and teacher, in the order in which they are built. With adapters
     and no reference.path, there is no engine for the reference: the actor without its adapters
     serves as one.
     """
@@ -41,6 +42,8 @@ def role_configs(config: DictConfig) -> dict[str, DictConfig]:
         roles["critic"] = critic_config(config)
     if uses_reference(config) and (config.reference.path or not config.model.lora.rank):
         roles["reference"] = reference_config(config)
+    if uses_teacher(config):
+        roles["teacher"] = teacher_config(config)
     return roles
 
 
@@ -51,7 +54,12 @@ def critic_config(config: DictConfig) -> DictConfig:
         "lora": {"adapter_path": None},
         "mtp": defaults("model.mtp"),
     }
-    return OmegaConf.merge(config, {"model": model, "optim": {"lr": config.critic.lr}})
+    changes = {
+        "model": model,
+        "optim": {"lr": config.critic.lr},
+        "algorithm": {"distill": {"teacher": None}},
+    }
+    return OmegaConf.merge(config, changes)
 
 
 def head_of(role: str) -> Head:
@@ -62,8 +70,8 @@ def head_of(role: str) -> Head:
 def check_models(config: DictConfig, world_size: int) -> Any:
     """Check the models of all roles, and return the actor's Hugging Face configuration.
 
-    Raises InputError for a model that its engine cannot run, and for a critic or reference whose
-    vocabulary differs from the actor's.
+    Raises InputError for a model that its engine cannot run, and for a critic, reference or teacher
+    whose vocabulary differs from the actor's.
     """
     check_model = engine_class(config.model_engine).check
     hf_configs = {
@@ -71,6 +79,9 @@ def check_models(config: DictConfig, world_size: int) -> Any:
         for role, settings in role_configs(config).items()
     }
     actor = hf_configs["actor"]
+    teacher = hf_configs.pop("teacher", None)
+    if teacher is not None:
+        check_teacher(config, actor.vocab_size, teacher.vocab_size)
     for role, hf_config in hf_configs.items():
         check_same_vocabulary(config, role, hf_config, actor)
     return actor
@@ -107,6 +118,7 @@ def hooked_stages(config: DictConfig, device_type: str) -> list[str]:
         "rollout_generate": device_type == "cpu" or config.rollout.enforce_eager,
         "actor_compute_log_prob": needs_old_log_probs(config, num_mini_batches, 0),
         "ref_compute_log_prob": uses_reference(config),
+        "teacher_compute": uses_teacher(config),
         "compute_values": has_critic,
         "critic_update": has_critic,
         "actor_update": True,

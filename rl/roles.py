@@ -25,6 +25,7 @@ from rl import collecting, estimation, updates
 from rl.collecting import BatchSource, PartialSource
 from rl.losses import ActorLoss, critic_loss
 from rl.models import mini_batch_prompts, needs_old_log_probs, role_configs, uses_reference
+from rl.teacher import Teacher
 from rollout.drawing import Request, Sampler
 from rollout.episodes.drawing import EpisodeSampler
 from rollout.episodes.runner import EpisodeRunner
@@ -54,6 +55,7 @@ class Roles:
     critic     an engine with a value head, or None if nothing reads values
     reference  an engine, or None if nothing reads its log-probabilities, or if the actor without
                its adapters is the reference
+    teacher    a frozen model whose distributions the actor learns, or None
     rollout    vLLM, which holds the actor's weights while it is awake
     grader     the processes that call the reward function, or play episodes
     """
@@ -96,7 +98,10 @@ class Roles:
             self.critic = self._build_critic(role_config["critic"], total_steps)
         self.reference = None
         if "reference" in role_config:
-            self.reference = self._build_reference(role_config["reference"], total_steps)
+            self.reference = self._build_frozen(role_config["reference"], total_steps)
+        self.teacher = None
+        if "teacher" in role_config:
+            self.teacher = self._build_teacher(role_config["teacher"], total_steps)
 
     def _choose_offloads(self) -> None:
         """Choose the tensors that are moved to host memory while their engine does not need them.
@@ -122,9 +127,14 @@ class Roles:
     def _build_critic(self, config: DictConfig, num_steps: int) -> Engine:
         return self._build(config, num_steps, self.offloaded, optimize=True, head=Head.VALUES)
 
-    def _build_reference(self, config: DictConfig, num_steps: int) -> Engine:
+    def _build_frozen(self, config: DictConfig, num_steps: int) -> Engine:
         offloaded = self.reference_offloaded
         return self._build(config, num_steps, offloaded, optimize=False, head=Head.LOG_PROBS)
+
+    def _build_teacher(self, config: DictConfig, num_steps: int) -> Teacher:
+        engine = self._build_frozen(config, num_steps)
+        num_tokens = self.actor.head.vocab_size
+        return Teacher(self.config, engine, num_tokens, self.reference_offloaded)
 
     def _build(
         self, config: DictConfig, num_steps: int, offloaded: Sequence[str], **options
@@ -317,7 +327,7 @@ class Roles:
             return divide(samples, mini_batches, self.actor, self.host_group)
 
     def compute_log_probs(self, share: Share, step: int) -> None:
-        """Fill the fields old_log_probs and ref_log_probs, if something reads them."""
+        """Fill old_log_probs, ref_log_probs and the teacher's fields, if something reads them."""
         fields = share.batch.fields
         if needs_old_log_probs(self.config, share.num_mini_batches, step):
             with self.profiler.stage("actor_compute_log_prob", self.actor):
@@ -330,6 +340,9 @@ class Roles:
             with self.profiler.stage("ref_compute_log_prob", self.actor):
                 with self.actor.without_adapters():
                     fields["ref_log_probs"] = updates.log_probs(self.actor, share)
+        if self.teacher:
+            with self.profiler.stage("teacher_compute", self.teacher.engine):
+                self.teacher.compute(share)
 
     def compute_values(self, share: Share) -> None:
         """Fill the field values, if there is a critic."""
@@ -364,7 +377,8 @@ class Roles:
             return {}
         num_epochs = self.config.algorithm.ppo_epochs
         loss_fn = ActorLoss(self.config, len(share.batch))
-        with self.profiler.stage("actor_update", self.actor):
+        teaching = self.teacher.teaching(self.actor) if self.teacher else nullcontext()
+        with self.profiler.stage("actor_update", self.actor), teaching:
             return updates.update(self.actor, share.parts, loss_fn, actor_step, num_epochs, "actor")
 
     def memory(self) -> dict[str, float]:

@@ -20,6 +20,7 @@ from rl.functions import (
 )
 from rl.models import longest_response, mini_batch_prompts
 from rl.requirements import check_keys_have_an_effect
+from rl.teacher import check_distillation
 
 
 def check_settings(config: DictConfig) -> None:
@@ -32,6 +33,7 @@ def check_settings(config: DictConfig) -> None:
     check_kl_loss_teaches(config)
     check_no_dropout(config)
     check_keys_have_an_effect(config)
+    check_distillation(config)
     check_sampling(config)
     check_episodes(config)
     check_partial(config)
@@ -63,6 +65,8 @@ def check_advantage_inputs(config: DictConfig) -> None:
 def check_groups_can_differ(config: DictConfig) -> None:
     """Raise InputError for a built-in estimator that compares the only response with itself."""
     name = config.algorithm.adv_estimator
+    if config.algorithm.distill.only:
+        return
     if config.rollout.n == 1 and name in built_in_readers("adv_estimator", "group"):
         raise InputError(
             f"algorithm.adv_estimator={name} with rollout.n=1 learns nothing: it compares the "

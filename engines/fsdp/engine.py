@@ -322,8 +322,10 @@ class FSDPEngine(Engine):
 
     def output_matrix(self) -> Tensor:
         self.onload("parameters")
+        reshard(self.model)
         weight = full_tensor(self.hf.get_output_embeddings().weight.detach())
-        return weight.to(self.device, self.compute_dtype)
+        # A copy, since offloading frees the parameter's own memory.
+        return weight.to(self.device, self.compute_dtype, copy=True)
 
     @torch.no_grad()
     def head_outputs_one_by_one(self, batch: Batch) -> Tensor:
