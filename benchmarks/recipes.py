@@ -62,6 +62,7 @@ KEPT = (
     "partial/age_0/tokens",
     "partial/carried_groups",
     "partial/stale_drops",
+    "distill/divergence",
     "actor/lr",
     "train/loss",
     "train/lr",

@@ -33,9 +33,9 @@ def longest_response(config: DictConfig) -> int:
 def role_configs(config: DictConfig) -> dict[str, DictConfig]:
     """Return the configuration of each engine of this run, by role.
 
-    The roles are actor, critic, reference and teacher, in the order in which they are built. With adapters
-    and no reference.path, there is no engine for the reference: the actor without its adapters
-    serves as one.
+    The roles are actor, critic, reference and teacher, in the order in which they are built. With
+    adapters and no reference.path, there is no engine for the reference: the actor without its
+    adapters serves as one.
     """
     roles = {"actor": config}
     if uses_critic(config):

@@ -16,6 +16,7 @@ from data.batching.batch import Batch
 from data.prompts import Prompt
 from engines.build import engine_class
 from engines.divergence import Divergence
+from engines.heads import Head
 from examples.arithmetic import make_rows, make_tokenizer
 from rl import updates
 from rl.estimation import set_advantages
@@ -50,6 +51,9 @@ class Case(NamedTuple):
 
 
 MEGATRON = ("model_engine=megatron", "engine.tensor_model_parallel_size=2")
+PIPELINE = ("model_engine=megatron", "engine.pipeline_model_parallel_size=2")
+CONTEXT = ("engine.context_parallel_size=2",)
+SEQUENCE_MEAN = ("algorithm.loss_agg_mode=seq-mean-token-mean",)
 CASES = [
     Case(1, "reverse_kl", 0, False),
     Case(1, "forward_kl", 0, True),
@@ -61,6 +65,9 @@ CASES = [
     Case(2, "jsd", 5, False),
     Case(2, "reverse_kl", 0, False, MEGATRON),
     Case(2, "forward_kl", 5, True, MEGATRON),
+    Case(2, "jsd", 0, False, PIPELINE),
+    Case(2, "reverse_kl", 5, True, CONTEXT),
+    Case(1, "reverse_kl", 0, True, SEQUENCE_MEAN),
 ]
 
 
@@ -68,7 +75,7 @@ CASES = [
 def models(tmp_path_factory):
     """Make a student, and a teacher of another family whose embedding has more padding."""
     folder = tmp_path_factory.mktemp("models")
-    make_model(folder / "student", "qwen3", num_hidden_layers=1)
+    make_model(folder / "student", "qwen3", num_hidden_layers=2)
     make_model(folder / "teacher", "llama", hidden_size=48, vocab_size=104, num_hidden_layers=2)
     return folder
 
@@ -158,6 +165,7 @@ def expected_step(case: Case, models: Path) -> Expected:
     teacher = AutoModelForCausalLM.from_pretrained(models / "teacher", dtype=torch.float64)
     num_tokens = sum(map(len, RESPONSES))
     divergence = torch.zeros((), dtype=torch.float64)
+    distill_loss = torch.zeros((), dtype=torch.float64)
     policy_loss = torch.zeros((), dtype=torch.float64)
     for i, sequence in enumerate(sequences()):
         ids = torch.tensor([sequence])
@@ -166,10 +174,14 @@ def expected_step(case: Case, models: Path) -> Expected:
         logits = student(ids).logits[0, predicting]
         with torch.no_grad():
             teacher_logits = teacher(ids).logits[0, predicting, : logits.shape[1]]
-        divergence = divergence + divergences(case, logits, teacher_logits).sum()
+        of_sequence = divergences(case, logits, teacher_logits).sum()
+        divergence = divergence + of_sequence
+        is_sequence_mean = case.more == SEQUENCE_MEAN
+        denominator = len(RESPONSES) * len(targets) if is_sequence_mean else num_tokens
+        distill_loss = distill_loss + of_sequence / denominator
         log_probs = logits.log_softmax(-1).gather(1, targets[:, None])
         policy_loss = policy_loss - advantage(i) * (log_probs - log_probs.detach()).exp().sum()
-    loss = COEF * divergence / num_tokens
+    loss = COEF * distill_loss
     if not case.only:
         loss = loss + policy_loss / num_tokens
     loss.backward()
@@ -205,8 +217,12 @@ def check_step(case: Case, models: Path, results: list[list[dict[str, float]]]) 
         assert ("actor/pg_loss" in measured) != case.only
 
 
+def str_of_case(case: Case) -> str:
+    return "-".join(map(str, [*case[:4], *case.more]))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))
+@pytest.mark.parametrize("case", CASES, ids=str_of_case)
 def test_a_step_equals_plain_autograd_in_float64(models, tmp_path, case):
     check_step(case, models, on_ranks(case.num_ranks, tmp_path, distilled_step, case, models))
 
@@ -234,3 +250,187 @@ def test_a_step_of_jsd_equals_trls_loss(models, tmp_path):
     case = Case(1, "jsd", 0, True)
     ((measured,),) = on_ranks(1, tmp_path, distilled_step, case, models)
     assert measured["distill/divergence"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+# -- users' mistakes -------------------------------------------------------------------------------
+
+TEACHER = "algorithm.distill.teacher=there"
+ONLY = "algorithm.distill.only=true"
+MISTAKES = {
+    "only without a teacher": ([ONLY], "does nothing without algorithm.distill.teacher"),
+    "a mode without a teacher": (
+        ["algorithm.distill.mode=jsd"],
+        "algorithm.distill.mode=jsd does nothing without algorithm.distill.teacher",
+    ),
+    "no reward and no teacher": (
+        ["reward.function=none"],
+        "set algorithm.distill.teacher and algorithm.distill.only=true",
+    ),
+    "no reward, and a policy loss": (
+        ["reward.function=none", TEACHER],
+        "set algorithm.distill.teacher and algorithm.distill.only=true",
+    ),
+    "an estimator that nothing reads": (
+        [TEACHER, ONLY, "algorithm.adv_estimator=rloo"],
+        "algorithm.adv_estimator=rloo does nothing with algorithm.distill.only=true",
+    ),
+    "a correction that nothing reads": (
+        [TEACHER, ONLY, "algorithm.rollout_is=token"],
+        "algorithm.rollout_is=token does nothing with algorithm.distill.only=true",
+    ),
+    "groups that are filtered for nothing": (
+        [TEACHER, ONLY, "algorithm.filter_groups.enable=true"],
+        "algorithm.filter_groups.enable=True does nothing with algorithm.distill.only=true",
+    ),
+    "an unknown mode": (
+        [TEACHER, "algorithm.distill.mode=kl"],
+        "algorithm.distill.mode='kl' must be one of reverse_kl, forward_kl, jsd",
+    ),
+    "no weight": ([TEACHER, "algorithm.distill.coef=0"], "algorithm.distill.coef=0"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(name):
+    settings, message = MISTAKES[name]
+    with pytest.raises(InputError) as error:
+        check_settings(configure(*settings))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [TEACHER],
+        [TEACHER, ONLY, "reward.function=none", "rollout.n=1"],
+        [TEACHER, ONLY, "algorithm.use_kl_loss=true", "algorithm.rollout_rs=token"],
+    ],
+)
+def test_these_settings_are_right(settings):
+    check_settings(configure(*settings))
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """Save the demo's tokenizer, one with a further token, and one of which a token differs."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    make_tokenizer().save_pretrained(folder / "policy")
+    larger = make_tokenizer()
+    larger.add_tokens(["<further>"])
+    larger.save_pretrained(folder / "larger")
+    make_tokenizer().save_pretrained(folder / "other")
+    file = folder / "other" / "tokenizer.json"
+    contents = json.loads(file.read_text())
+    tokens = contents["model"]["vocab"]
+    tokens["7"], tokens["8"] = tokens["8"], tokens["7"]
+    file.write_text(json.dumps(contents))
+    (folder / "nothing").mkdir()
+    return folder
+
+
+def check_tokenizers(folder: Path, policy: str, teacher: str, *more, num_teacher_tokens: int):
+    settings = [f"algorithm.distill.teacher={folder / teacher}", *more]
+    config = configure(*settings, path=folder / policy)
+    check_teacher(config, 200, num_teacher_tokens)
+
+
+def test_a_teacher_may_have_a_larger_embedding_and_further_tokens(tokenizers):
+    check_tokenizers(tokenizers, "policy", "policy", num_teacher_tokens=264)
+    check_tokenizers(tokenizers, "policy", "larger", num_teacher_tokens=264)
+    check_tokenizers(tokenizers, "policy", "nothing", num_teacher_tokens=200)
+
+
+@pytest.mark.parametrize(
+    "teacher, more, num_teacher_tokens, message",
+    [
+        ("other", [], 200, "has another vocabulary"),
+        ("policy", [], 10, "lacks the token"),
+        ("nothing", [], 264, "has no tokenizer and 264 tokens"),
+        ("policy", ["algorithm.distill.top_k=201"], 264, "is more than the 200 tokens"),
+    ],
+)
+def test_another_vocabulary_is_one_line(tokenizers, teacher, more, num_teacher_tokens, message):
+    with pytest.raises(InputError) as error:
+        check_tokenizers(
+            tokenizers, "policy", teacher, *more, num_teacher_tokens=num_teacher_tokens
+        )
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_the_estimate_knows_the_teacher(models, engine):
+    """Its output matrix stays on the device during the update, unless the divergence is of K."""
+    build = engine_class(engine)
+
+    def estimate(top_k: int, role: str):
+        case = Case(1, "jsd", top_k, False, (f"model_engine={engine}",))
+        config = role_configs(settings_of(case, models))[role]
+        return build.estimate_memory(config, 1, "cpu", Head.LOG_PROBS, role == "actor")[0]
+
+    assert estimate(0, "actor").teacher_matrix == 104 * 48 * 4
+    assert estimate(5, "actor").teacher_matrix is None
+    assert estimate(0, "teacher").teacher_matrix is None
+    assert estimate(0, "teacher").optimizer is None
+    assert estimate(0, "teacher").parameters > estimate(0, "actor").parameters
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    """Make a student, a larger teacher of another family, and prompts without answers."""
+    folder = tmp_path_factory.mktemp("assets")
+    tokenizer = make_tokenizer()
+    shape = dict(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    # vLLM has no attention on CPUs for heads of less than 32 numbers.
+    make_model(folder / "student", "qwen3", num_hidden_layers=1, head_dim=32, **shape)
+    make_model(folder / "teacher", "llama", num_hidden_layers=2, hidden_size=64, **shape)
+    for name in ("student", "teacher"):
+        tokenizer.save_pretrained(folder / name)
+    train, _ = make_rows()
+    rows = [json.dumps({"messages": row["messages"]}) for row in train[:64]]
+    (folder / "train.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def arguments(assets: Path, out: Path, *more: str) -> list[str]:
+    return [
+        sys.executable,
+        "train_ppo.py",
+        f"model.path={assets}/student",
+        f"algorithm.distill.teacher={assets}/teacher",
+        "algorithm.distill.only=true",
+        "reward.function=none",
+        "reward.num_workers=1",
+        f"data.train_files={assets}/train.jsonl",
+        f"data.cache_dir={assets}/cache",
+        f"output_dir={out}",
+        "engine.compute_dtype=float32",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=40",
+        "data.max_tokens_per_micro_batch=200",
+        "rollout.n=1",
+        "rollout.max_tokens=12",
+        "rollout.kv_cache_gib=0.05",
+        "optim.lr=1e-2",
+        *more,
+    ]
+
+
+@pytest.mark.slow
+def test_a_student_approaches_its_teacher(assets, tmp_path):
+    """Without a reward, and with one response to each prompt."""
+    run(arguments(assets, tmp_path, "trainer.total_epochs=4", "algorithm.distill.top_k=16"))
+    divergences = [line["distill/divergence"] for line in metrics(tmp_path)]
+    assert len(divergences) == 32
+    assert divergences[0] > 0.05
+    assert sum(divergences[-4:]) < 0.5 * sum(divergences[:4])
+
+
+@pytest.mark.slow
+def test_a_dry_run_shows_the_teacher(assets, tmp_path):
+    output = run(arguments(assets, tmp_path, "dry_run=true")).stdout
+    assert "memory of one rank for the teacher" in output
+    assert "output matrix of the teacher" in output
