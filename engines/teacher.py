@@ -33,14 +33,24 @@ from engines.parallel.device import to_device
 FIELDS = ("teacher_ids", "teacher_log_probs", "teacher_hidden", "teacher_number")
 
 
-@dataclass(frozen=True)
 class TeacherRows:
-    """The fields of m tokens, in host memory; None: there is no such field."""
+    """The fields of m tokens, in host memory; None: there is no such field.
 
-    teacher_ids: Tensor | None = None
-    teacher_log_probs: Tensor | None = None
-    teacher_hidden: Tensor | None = None
-    teacher_number: Tensor | None = None
+    Not a dataclass: FSDP casts the tensors in dataclasses that a model is called with to the
+    compute dtype.
+    """
+
+    def __init__(
+        self,
+        teacher_ids: Tensor | None = None,
+        teacher_log_probs: Tensor | None = None,
+        teacher_hidden: Tensor | None = None,
+        teacher_number: Tensor | None = None,
+    ):
+        self.teacher_ids = teacher_ids
+        self.teacher_log_probs = teacher_log_probs
+        self.teacher_hidden = teacher_hidden
+        self.teacher_number = teacher_number
 
     @staticmethod
     def of(fields: Mapping[str, Tensor], tokens: Tensor) -> "TeacherRows | None":

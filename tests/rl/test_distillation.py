@@ -54,6 +54,7 @@ MEGATRON = ("model_engine=megatron", "engine.tensor_model_parallel_size=2")
 PIPELINE = ("model_engine=megatron", "engine.pipeline_model_parallel_size=2")
 CONTEXT = ("engine.context_parallel_size=2",)
 SEQUENCE_MEAN = ("algorithm.loss_agg_mode=seq-mean-token-mean",)
+BF16 = ("engine.compute_dtype=bfloat16",)
 CASES = [
     Case(1, "reverse_kl", 0, False),
     Case(1, "forward_kl", 0, True),
@@ -68,6 +69,8 @@ CASES = [
     Case(2, "jsd", 0, False, PIPELINE),
     Case(2, "reverse_kl", 5, True, CONTEXT),
     Case(1, "reverse_kl", 0, True, SEQUENCE_MEAN),
+    Case(1, "forward_kl", 5, True, BF16),
+    Case(1, "jsd", 0, True, BF16),
 ]
 
 
@@ -210,10 +213,11 @@ def check_step(case: Case, models: Path, results: list[list[dict[str, float]]]) 
     """Compare the metrics of every rank with the float64 step."""
     expected = expected_step(case, models)
     assert expected.divergence > 1e-3
+    tolerance = 3e-2 if case.more == BF16 else 1e-5
     for (measured,) in results:
-        assert measured["actor/loss"] == pytest.approx(expected.loss, rel=1e-5, abs=1e-7)
-        assert measured["actor/grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
-        assert measured["distill/divergence"] == pytest.approx(expected.divergence, rel=1e-5)
+        assert measured["actor/loss"] == pytest.approx(expected.loss, rel=tolerance, abs=1e-7)
+        assert measured["actor/grad_norm"] == pytest.approx(expected.grad_norm, rel=tolerance)
+        assert measured["distill/divergence"] == pytest.approx(expected.divergence, rel=tolerance)
         assert ("actor/pg_loss" in measured) != case.only
 
 
