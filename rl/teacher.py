@@ -20,18 +20,19 @@ from rollout.sharing import Share
 
 # These keys shape the policy loss, which algorithm.distill.only leaves out.
 KEYS_OF_POLICY_LOSS = (
-    "adv_estimator",
-    "adv_kwargs",
-    "gamma",
-    "lam",
-    "loss_mode",
-    "loss_kwargs",
-    "clip_ratio_low",
-    "clip_ratio_high",
-    "clip_ratio_c",
-    "use_kl_in_reward",
-    "rollout_is",
-    "filter_groups.enable",
+    "algorithm.adv_estimator",
+    "algorithm.adv_kwargs",
+    "algorithm.gamma",
+    "algorithm.lam",
+    "algorithm.loss_mode",
+    "algorithm.loss_kwargs",
+    "algorithm.clip_ratio_low",
+    "algorithm.clip_ratio_high",
+    "algorithm.clip_ratio_c",
+    "algorithm.use_kl_in_reward",
+    "algorithm.rollout_is",
+    "algorithm.filter_groups.enable",
+    "reward.overlong_buffer",
 )
 NO_REWARD = "none"
 
@@ -55,8 +56,7 @@ def teacher_config(config: DictConfig) -> DictConfig:
 
 def check_distillation(config: DictConfig) -> None:
     """Raise InputError for settings that have no effect with, or without, a teacher."""
-    algorithm = config.algorithm
-    if not algorithm.distill.only:
+    if not config.algorithm.distill.only:
         if config.reward.function == NO_REWARD and not config.rollout.episode:
             raise InputError(
                 "reward.function=none gives every response 0, so the policy loss teaches nothing: "
@@ -65,10 +65,10 @@ def check_distillation(config: DictConfig) -> None:
             )
         return
     for key in KEYS_OF_POLICY_LOSS:
-        value = OmegaConf.select(algorithm, key)
-        if value != OmegaConf.select(defaults("algorithm"), key):
+        value = OmegaConf.select(config, key)
+        if value != defaults(key):
             raise InputError(
-                f"algorithm.{key}={value} does nothing with algorithm.distill.only=true, which "
+                f"{key}={value} does nothing with algorithm.distill.only=true, which "
                 "leaves out the policy loss: leave out one of the two"
             )
 

@@ -286,6 +286,10 @@ MISTAKES = {
         [TEACHER, ONLY, "algorithm.filter_groups.enable=true"],
         "algorithm.filter_groups.enable=True does nothing with algorithm.distill.only=true",
     ),
+    "a penalty that nothing reads": (
+        [TEACHER, ONLY, "reward.overlong_buffer=16"],
+        "reward.overlong_buffer=16 does nothing with algorithm.distill.only=true",
+    ),
     "an unknown mode": (
         [TEACHER, "algorithm.distill.mode=kl"],
         "algorithm.distill.mode='kl' must be one of reverse_kl, forward_kl, jsd",
