@@ -31,8 +31,10 @@ from rollout.episodes.drawing import EpisodeSampler
 from rollout.episodes.runner import EpisodeRunner
 from rollout.grading.grader import Grader, check_failures
 from rollout.partial.drawing import PartialSampler
+from rollout.partial.episodes import PartialEpisodes
 from rollout.partial.groups import OpenGroups
 from rollout.partial.ledger import Ledger
+from rollout.partial.responses import PartialResponses
 from rollout.records import append_failures
 from rollout.samples import Samples
 from rollout.sharing import Share, divide
@@ -281,15 +283,18 @@ class Roles:
             oversample=settings.oversample if settings.max_staleness else 1.0,
             limit=None,
         )
-        sampler = PartialSampler(
-            self.sampler,
-            ContinuingRollout(self.rollout),
-            ledger,
-            dataset,
-            rows_of_batch,
-            config,
-            OpenGroups(settings.max_staleness, finishes_old=settings.on_stale == "finish"),
-        )
+        parts = {
+            "sampler": self.sampler,
+            "ledger": ledger,
+            "dataset": dataset,
+            "rows_of_batch": rows_of_batch,
+            "config": config,
+            "open": OpenGroups(settings.max_staleness, settings.on_stale == "finish"),
+        }
+        if config.rollout.episode:
+            sampler = PartialEpisodes(**parts)
+        else:
+            sampler = PartialResponses(**parts, continuing=ContinuingRollout(self.rollout))
         if self.carried_files:
             sampler.load_state(self.carried_files)
         # With filter_groups, a run may need any number of groups.

@@ -7,12 +7,10 @@ their numbers with all ranks. See rollout/drawing.py, which does the same for si
 
 from __future__ import annotations
 
-import queue
-import secrets
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,104 +31,37 @@ from rollout.drawing import (
     response_numbers,
     seconds_of_rank,
 )
+from rollout.episodes.director import Cast, Director
+from rollout.episodes.jobs import Limit
 from rollout.episodes.recorder import Branch, pack
-from rollout.episodes.runner import EpisodeRunner, Limit
+from rollout.episodes.runner import EpisodeRunner
 from rollout.episodes.server import GatewayServer
 from rollout.episodes.stepping import EpisodeLoop, Inbox, Playing, StepTimes
 from rollout.exchange import sum_over_ranks
 from rollout.grading.grader import Failure, Reward
 from rollout.samples import Samples
 from rollout.vllm.engine import Rollout
-from rollout.vllm.sampling import count_candidates, preserved_random_state
+from rollout.vllm.sampling import count_candidates
 
 Result = Reward | Failure | Limit | None
 
 NO_TURNS = "the episode ended without a turn of the model, so there is nothing to learn from"
 
 
-class Director:
-    """Starts the episodes of one replica, on its first rank, and passes messages on.
-
-    Args:
-        server: the gateway.
-        runner: the worker processes.
-        limits: max_turns and max_episode_tokens, as the gateway wants them.
-    """
-
-    def __init__(self, server: GatewayServer, runner: EpisodeRunner, limits: dict):
-        self.server = server
-        self.runner = runner
-        self.limits = limits
-        self.pool = ThreadPoolExecutor(1)
-        self.attempts: queue.SimpleQueue[dict] = queue.SimpleQueue()
-        self.results: Future | None = None
-        self.is_ending = False
-
-    def start(
-        self,
-        rows: list[dict],
-        sampling: DictConfig,
-        max_failures: float,
-        section: str = "rollout",
-    ) -> None:
-        """Start to play one episode for each row, in another thread.
-
-        section: see Request.
-        """
-        keys = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
-        settings = {key: sampling[key] for key in keys}
-        settings["stop"] = list(sampling.stop)
-        self.announcement = {"sampling": settings, "section": section, **self.limits}
-        self.is_ending = False
-        self.results = self.pool.submit(
-            self.runner.play, rows, self.server.base_url, self.new_key, max_failures
-        )
-
-    def new_key(self, index: int) -> str:
-        """Return the API key for an attempt of an episode. Called in any thread."""
-        key = secrets.token_hex(16)
-        # In this order: no request with a key may arrive before its attempt is known.
-        self.attempts.put({"attempt": key, "index": index})
-        self.server.send({"begin": [key], **self.announcement})
-        return key
-
-    def receive(self, seconds: float) -> list[dict]:
-        """Return what has happened since the last call; wait at most this long for something.
-
-        When all episodes have ended, the gateway is told to forget them. Its answer comes after
-        everything that it has sent before, so nothing of the draw is missing when the results come.
-        """
-        if self.results.done() and not self.is_ending:
-            self.is_ending = True
-            self.server.send({"end": True})
-        received = self.server.receive(seconds)
-        messages = [message for message in received if "ended" not in message]
-        attempts = [self.attempts.get() for _ in range(self.attempts.qsize())]
-        if len(messages) < len(received):
-            results = self.results.result()
-            messages.append({"results": results, "tool_errors": self.runner.tool_errors})
-        return attempts + messages
-
-    def close(self) -> None:
-        self.server.close()
-        self.runner.close()
-        self.pool.shutdown()
-
-
 @dataclass(frozen=True)
 class Played:
     """The r episodes of this rank's replica.
 
-    playing  their recorded tokens
-    results  as EpisodeRunner.play() returns them
+    playing  their recorded tokens and their results
     times    of this replica
     seconds  [ranks] fp32: the time that this rank spent; 0 for other ranks
+    version  the number of steps that have trained the weights, with rollout.partial; else None
     """
 
     playing: list[Playing]
-    results: list[Result]
     times: StepTimes
     seconds: Tensor
+    version: int | None = None
 
 
 @dataclass(frozen=True)
@@ -296,24 +227,29 @@ class EpisodeSampler:
         """Play the episodes of this rank's replica."""
         start = time.perf_counter()
         positions = assignment.position[assignment.replica].tolist()
+        cast = None
         if self.director:
             row_at = {p: request.dataset[int(request.rows[p])].row for p in set(positions)}
             rows = [row_at[p] for p in positions]
             max_failures = self.max_failure_rate * len(assignment.owner)
-            self.director.start(rows, request.sampling, max_failures, request.section)
-        receive = self.director.receive if self.director else no_messages
-        answer = self.director.server.send if self.director else no_answer
-        loop = EpisodeLoop(
-            self.rollout,
-            request.sampling,
-            response_numbers(request, assignment),
-            Inbox(self.rollout, receive, self.replica_group),
-            answer,
-        )
-        with preserved_random_state():
-            results = loop.run()
+            sampling = request.sampling
+            cast = self.director.start(rows, sampling, max_failures, request.section)
+        loop = EpisodeLoop(self.rollout, request.sampling, self.inbox(cast), self.answer)
+        for number, seed in enumerate(response_numbers(request, assignment)):
+            loop.add(number, seed)
+        loop.run()
         seconds = seconds_of_rank(time.perf_counter() - start)
-        return Played(loop.playing, results, loop.times, seconds)
+        return Played(list(loop.playing.values()), loop.times, seconds)
+
+    def inbox(self, cast: Cast | None) -> Inbox:
+        """Return the messages about a cast. cast: None except on the first rank of a replica."""
+        receive = partial(self.director.receive, cast) if self.director else no_messages
+        return Inbox(self.rollout, receive, self.replica_group)
+
+    @property
+    def answer(self) -> Callable[[dict], None]:
+        """What sends an answer to the gateway."""
+        return self.director.server.send if self.director else no_answer
 
     def share(self, request: Request, assignment: Assignment, played: Played) -> Samples:
         """Share the numbers of all episodes with all ranks, and return all samples.
@@ -345,7 +281,7 @@ class EpisodeSampler:
             lengths[sequence] = torch.tensor([len(branch.token_ids), branch.num_sampled])
         lengths = sum_over_ranks(lengths, self.host_group)
         return Samples(
-            batch=pack(branches, self.num_candidates(request.sampling)),
+            batch=pack(branches, self.num_candidates(request.sampling), played.version),
             texts=[self.text(branch) for branch in branches],
             details=details,
             prompts=prompts,
@@ -370,7 +306,7 @@ class EpisodeSampler:
         rows = [int(request.rows[p]) for p in assignment.position[index].tolist()]
         prompts = [request.dataset[row] for row in rows]
         playing = [played.playing[i] for i in kept]
-        results = [played.results[i] for i in kept]
+        results = [one.result for one in playing]
         agree_on_parts(self.runner, index, results, self.host_group)
         results = [self.judge(*each) for each in zip(results, playing, prompts)]
         items = [(prompt.text, "", prompt.row) for prompt in prompts]

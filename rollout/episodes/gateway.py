@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -29,6 +29,7 @@ from starlette.routing import Route
 from config import InputError
 from data.chat.tokenizer import ChatTokenizer
 from rollout.episodes import replies
+from rollout.episodes.episode import Episode, Terms
 from rollout.episodes.link import TrainerLink
 from rollout.episodes.parsing import NONE, Reply, ReplyParser, guess_tool_parser
 from rollout.episodes.rendering import Renderer, Session
@@ -101,46 +102,6 @@ class Server(uvicorn.Server):
         yield
 
 
-@dataclass
-class Episode:
-    """An episode that is being played.
-
-    Attributes:
-        key: its API key.
-        session: the recorded conversations.
-        num_turns: requests for tokens that were accepted.
-        num_sampled: tokens that were sampled.
-        num_reserved: tokens that the turns being sampled may still have.
-        num_ended: turns that have ended.
-        limit: the limit that was reported to the trainer, or None.
-        turn_ended: notified when a turn has ended.
-    """
-
-    key: str
-    session: Session
-    num_turns: int = 0
-    num_sampled: int = 0
-    num_reserved: int = 0
-    num_ended: int = 0
-    limit: str | None = None
-    turn_ended: asyncio.Condition = field(default_factory=asyncio.Condition)
-
-
-@dataclass
-class Draw:
-    """What the trainer has announced.
-
-    Attributes:
-        episodes: API key -> episode.
-        max_turns, max_episode_tokens: limits of an episode, or None.
-    """
-
-    sampling: Sampling = field(default_factory=Sampling)
-    max_turns: int | None = None
-    max_episode_tokens: int | None = None
-    episodes: dict[str, Episode] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class Turn:
     """What is sent to the trainer for a turn.
@@ -157,9 +118,10 @@ class Turn:
 
 
 class Gateway:
-    """The routes, and the episodes of the current draw.
+    """The routes, and the episodes.
 
     Attributes:
+        episodes: by their API keys.
         notices: lines for the user.
 
     Raises:
@@ -176,7 +138,7 @@ class Gateway:
         self.end_ids = self.chat.end_ids | set(settings["stop_token_ids"])
         # A model may have more tokens than its tokenizer has names for.
         self.vocabulary_size: int = settings["vocab_size"]
-        self.draw = Draw()
+        self.episodes: dict[str, Episode] = {}
         self.notices: list[str] = []
         self.parser = self._choose_parser(settings)
         if self.chat.tokenizer.chat_template:
@@ -215,19 +177,24 @@ class Gateway:
         if "begin" in message:
             self.begin(message)
         elif "end" in message:
-            self.draw = Draw()
-            self.link.fail_pending(draw_is_over)
-            self.link.send({"ended": True})
+            self.end(set(message["end"]))
+            self.link.send({"ended": message["number"]})
         else:
             self.link.answer(message)
 
     def begin(self, message: dict) -> None:
         """Accept more API keys."""
-        self.draw.sampling = Sampling(**message["sampling"], section=message["section"])
-        self.draw.max_turns = message["max_turns"]
-        self.draw.max_episode_tokens = message["max_episode_tokens"]
+        sampling = Sampling(**message["sampling"], section=message["section"])
+        terms = Terms(sampling, message["max_turns"], message["max_episode_tokens"])
         for key in message["begin"]:
-            self.draw.episodes.setdefault(key, Episode(key, Session(self.renderer)))
+            new_episode = Episode(key, Session(self.renderer), terms)
+            self.episodes.setdefault(key, new_episode).terms = terms
+
+    def end(self, keys: set[str]) -> None:
+        """Forget episodes."""
+        for key in keys:
+            self.episodes.pop(key, None)
+        self.link.fail_pending(keys, episode_is_over)
 
     # ---- the routes ----
 
@@ -252,13 +219,13 @@ class Gateway:
         """Return the episode that a request's API key names.
 
         Raises:
-            RequestError: there is none in this draw.
+            RequestError: there is none.
         """
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         is_key = scheme.lower() == "bearer" and key
         for _ in range(NUM_LOOKS if is_key else 0):
-            if key in self.draw.episodes:
-                return self.draw.episodes[key]
+            if key in self.episodes:
+                return self.episodes[key]
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
         raise RequestError(
             "the API key names no episode that is being played: use llm.api_key",
@@ -281,7 +248,7 @@ class Gateway:
     async def generate(self, request: Request, episode: Episode) -> dict:
         """Sample tokens that continue tokens."""
         fields = read_generate_request(
-            await read_body(request), self.draw.sampling, self.vocabulary_size, self.end_ids
+            await read_body(request), episode.terms.sampling, self.vocabulary_size, self.end_ids
         )
         turn = Turn(fields.token_ids, fields.max_tokens, fields.stop)
         sampled = await self.sample(request, episode, turn)
@@ -293,7 +260,7 @@ class Gateway:
             raise RequestError(
                 "the tokenizer has no chat template: set data.chat_template, or use llm.generate()"
             )
-        fields = read_chat_request(await read_body(request), self.draw.sampling)
+        fields = read_chat_request(await read_body(request), episode.terms.sampling)
         inputs = self.renderer.inputs(fields.tools, fields.template_kwargs)
         offered = fields.tools if fields.may_call else None
         if self.parser.is_needed(offered):
@@ -339,7 +306,7 @@ class Gateway:
         """Let the trainer sample a turn.
 
         Raises:
-            RequestError: a limit of the episode is reached, or the draw is over.
+            RequestError: a limit of the episode is reached, or the episode is over.
             ClientGoneError: the client has closed the connection.
         """
         max_tokens = await self.reserve(episode, turn)
@@ -355,13 +322,13 @@ class Gateway:
     ) -> Sampled:
         """Let the trainer sample a turn of at most this many tokens."""
         number, answer = self.link.request(
+            episode.key,
             {
-                "episode": episode.key,
                 "prompt_ids": turn.prompt_ids,
                 "max_tokens": max_tokens,
                 "stop": turn.stop,
                 "num_tools": turn.num_tools,
-            }
+            },
         )
         gone = asyncio.create_task(disconnection(request))
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -389,22 +356,21 @@ class Gateway:
         tokens that this one needs. It then waits for them to end.
 
         Raises:
-            RequestError: a limit of the episode is reached, or the draw is over.
+            RequestError: a limit of the episode is reached, or the episode is over.
         """
-        draw = self.draw
         wanted = self.wanted_tokens(episode, turn)
         async with episode.turn_ended:
             await episode.turn_ended.wait_for(
                 lambda: not episode.num_reserved or wanted <= self.tokens_left(episode)
             )
-            if self.draw is not draw:
-                raise draw_is_over()
+            if self.episodes.get(episode.key) is not episode:
+                raise episode_is_over()
             self.check_turns(episode)
             max_tokens = min(wanted, self.tokens_left(episode))
             if max_tokens < 1:
                 message = (
                     f"{episode.num_sampled} tokens were sampled in the episode, and "
-                    f"rollout.max_episode_tokens={self.draw.max_episode_tokens}"
+                    f"rollout.max_episode_tokens={episode.terms.max_episode_tokens}"
                 )
                 self.raise_limit(episode, "max_episode_tokens", message)
             episode.num_turns += 1
@@ -413,7 +379,7 @@ class Gateway:
 
     def check_turns(self, episode: Episode) -> None:
         """Raise RequestError if the episode has had all of its turns."""
-        max_turns = self.draw.max_turns
+        max_turns = episode.terms.max_turns
         if max_turns is not None and episode.num_turns >= max_turns:
             message = f"the episode has had {max_turns} turns, which is rollout.max_turns"
             self.raise_limit(episode, "max_turns", message)
@@ -431,16 +397,16 @@ class Gateway:
                 f"prompt has {len(turn.prompt_ids)}"
             )
             self.raise_limit(episode, "max_model_len", message)
-        rooms = [room, self.draw.sampling.max_tokens]
+        rooms = [room, episode.terms.sampling.max_tokens]
         if turn.max_tokens is not None:
             rooms.append(turn.max_tokens)
         return min(rooms)
 
     def tokens_left(self, episode: Episode) -> float:
         """Return how many more tokens the turns of an episode may have."""
-        if self.draw.max_episode_tokens is None:
+        if episode.terms.max_episode_tokens is None:
             return math.inf
-        return self.draw.max_episode_tokens - episode.num_sampled - episode.num_reserved
+        return episode.terms.max_episode_tokens - episode.num_sampled - episode.num_reserved
 
     def raise_limit(self, episode: Episode, name: str, message: str) -> None:
         """Report a limit to the trainer the first time, and raise it. Its text has the name."""
@@ -454,8 +420,8 @@ class ClientGoneError(Exception):
     """The client has closed the connection."""
 
 
-def draw_is_over() -> RequestError:
-    return RequestError("the draw of this episode is over", 410, "draw_is_over")
+def episode_is_over() -> RequestError:
+    return RequestError("this episode is over", 410, "episode_is_over")
 
 
 async def disconnection(request: Request) -> None:

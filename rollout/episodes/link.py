@@ -6,19 +6,20 @@ Both ends send one JSON object per line. The trainer sends:
         "reasoning_parser", "stop_token_ids", "max_model_len", "vocab_size",
         "special_tokens_in_text"}
     {"begin": [KEY, ...], "sampling": {"temperature", "top_p", "top_k", "min_p", "max_tokens",
-        "stop"}, "section", "max_turns", "max_episode_tokens"}    more API keys are valid
+        "stop"}, "section", "max_turns", "max_episode_tokens"}    more API keys are valid, on these
+        terms
     {"id", "token_ids", "log_probs", "finish_reason"}    the answer to a request
-    {"end": true}    the draw is over: all keys are forgotten
+    {"end": [KEY, ...], "number"}    these keys are forgotten, and their open requests fail
 
 The gateway sends:
 
     {"ready": PORT, "notices": [text, ...]} or {"error": text}    the answer to the settings
     {"id", "episode": KEY, "prompt_ids", "max_tokens", "stop", "num_tools"}    a request for tokens
-    {"abort": id}    the client of a request has gone
+    {"abort": id, "episode": KEY}    the client of a request has gone
     {"episode": KEY, "messages", "tool_calls", "tool_errors"}    a conversation, after each turn
     {"episode": KEY, "reward"}    a reward for the last turn that has ended
     {"episode": KEY, "limit"}    the first limit that an episode reaches
-    {"ended": true}    the answer to "end"
+    {"ended": number}    the answer to "end"; nothing about those keys follows
 """
 
 from __future__ import annotations
@@ -26,22 +27,36 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 
 MAX_LINE_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A request that the trainer has not answered yet.
+
+    Attributes:
+        key: the API key of its episode.
+        answer: the trainer's answer to come.
+    """
+
+    key: str
+    answer: asyncio.Future
 
 
 class TrainerLink:
     """Exchanges messages with the trainer.
 
     Attributes:
-        pending: number -> future, for requests that the trainer has not answered yet.
+        pending: the requests that the trainer has not answered yet, by their numbers.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.reader = reader
         self.writer = writer
-        self.pending: dict[int, asyncio.Future] = {}
+        self.pending: dict[int, Pending] = {}
         self.num_requests = 0
 
     @classmethod
@@ -63,28 +78,34 @@ class TrainerLink:
             return None
         return json.loads(line) if line.endswith(b"\n") else None
 
-    def request(self, request: dict) -> tuple[int, asyncio.Future]:
-        """Send a request for tokens. Returns its number, and the trainer's answer to come."""
+    def request(self, key: str, request: dict) -> tuple[int, asyncio.Future]:
+        """Send an episode's request for tokens.
+
+        Returns its number, and the trainer's answer to come.
+        """
         self.num_requests += 1
         number = self.num_requests
-        self.pending[number] = asyncio.get_running_loop().create_future()
-        self.send({"id": number, **request})
-        return number, self.pending[number]
+        answer = asyncio.get_running_loop().create_future()
+        self.pending[number] = Pending(key, answer)
+        self.send({"id": number, "episode": key, **request})
+        return number, answer
 
     def abort(self, number: int) -> None:
         """Tell the trainer that a request's client has gone."""
-        if self.pending.pop(number, None) is not None:
-            self.send({"abort": number})
+        pending = self.pending.pop(number, None)
+        if pending is not None:
+            self.send({"abort": number, "episode": pending.key})
 
     def answer(self, message: dict) -> None:
         """Pass on the trainer's answer to a request, unless the request was aborted."""
-        future = self.pending.pop(message["id"], None)
-        if future is not None and not future.done():
-            future.set_result(message)
+        pending = self.pending.pop(message["id"], None)
+        if pending is not None and not pending.answer.done():
+            pending.answer.set_result(message)
 
-    def fail_pending(self, make_error: Callable[[], Exception]) -> None:
-        """Let all requests fail that were not answered."""
-        for future in self.pending.values():
-            if not future.done():
-                future.set_exception(make_error())
-        self.pending.clear()
+    def fail_pending(self, keys: Container[str], make_error: Callable[[], Exception]) -> None:
+        """Let the requests of these episodes fail that were not answered."""
+        failed = [number for number, pending in self.pending.items() if pending.key in keys]
+        for number in failed:
+            answer = self.pending.pop(number).answer
+            if not answer.done():
+                answer.set_exception(make_error())

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from data.batching.batch import Batch, make_cu_seqlens
+from rollout.partial.groups import OpenResponse
 
 
 @dataclass
@@ -30,8 +31,10 @@ class Branch:
         log_probs: for every token, its log-probability under the distribution that it was sampled
             from; 0 if it was not sampled.
         rewards: for every token, the reward that was given at it; 0 for most.
-        candidates: for every token, the token ids that it was sampled from (see Batch); empty
-            unless rollout.top_k is set.
+        versions: for every sampled token, the number of steps that had trained the weights which
+            sampled it.
+        candidates: for every sampled token, the token ids that it was sampled from (see Batch);
+            empty unless rollout.top_k is set.
         is_open: whether a turn of this branch has begun and not ended.
     """
 
@@ -39,6 +42,7 @@ class Branch:
     is_sampled: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     candidates: list[np.ndarray] = field(default_factory=list)
     is_open: bool = False
 
@@ -72,10 +76,12 @@ class Turn:
     Attributes:
         branch: the model continues it.
         start: the number of tokens that the branch had before.
+        response: the tokens that were sampled so far. They belong to the branch when the turn ends.
     """
 
     branch: Branch
     start: int
+    response: OpenResponse
 
 
 class Episode:
@@ -91,6 +97,7 @@ class Episode:
         self.branches: list[Branch] = []
         self.is_truncated = False
         self.num_turns = 0
+        self._open_turns: list[Turn] = []
         self._num_asked: dict[tuple[int, ...], int] = {}
         # Where the turn that ended last has its last token.
         self._last: tuple[Branch, int] | None = None
@@ -102,8 +109,11 @@ class Episode:
         self._num_asked[key] = number + 1
         return number
 
-    def begin(self, prompt_ids: list[int]) -> Turn:
-        """Begin a turn in the longest branch that the prompt continues, or in a new branch."""
+    def begin(self, prompt_ids: list[int], seed: int) -> Turn:
+        """Begin a turn in the longest branch that the prompt continues, or in a new branch.
+
+        seed: of its random numbers.
+        """
         self.num_turns += 1
         continued = [branch for branch in self.branches if branch.continues_in(prompt_ids)]
         if continued:
@@ -114,32 +124,27 @@ class Episode:
         start = len(branch.token_ids)
         branch.read(prompt_ids)
         branch.is_open = True
-        return Turn(branch, start)
+        turn = Turn(branch, start, OpenResponse(seed))
+        self._open_turns.append(turn)
+        return turn
 
-    def end(
-        self,
-        turn: Turn,
-        tokens: np.ndarray,
-        log_probs: np.ndarray,
-        candidates: np.ndarray | None,
-        is_cut: bool,
-    ) -> None:
-        """Append the sampled tokens of a turn.
+    def end(self, turn: Turn, is_cut: bool) -> None:
+        """Append the sampled tokens of a turn to its branch.
 
-        Args:
-            tokens, log_probs, candidates: [tokens], [tokens] and [tokens, 1 + num_candidates], as
-                in Responses.
-            is_cut: whether the turn reached its maximum number of tokens.
+        is_cut: whether the turn reached its maximum number of tokens.
         """
         branch = turn.branch
-        num_tokens = len(tokens)
-        branch.token_ids += tokens.tolist()
+        response = turn.response
+        num_tokens = len(response)
+        branch.token_ids += response.tokens.tolist()
         branch.is_sampled += [True] * num_tokens
-        branch.log_probs += log_probs.tolist()
+        branch.log_probs += response.log_probs.tolist()
         branch.rewards += [0.0] * num_tokens
-        if candidates is not None:
-            branch.candidates.append(candidates)
+        branch.versions += response.versions.tolist()
+        if response.candidates.size:
+            branch.candidates.append(response.candidates)
         branch.is_open = False
+        self._forget_open(turn)
         self.is_truncated = is_cut
         self._last = (branch, len(branch.token_ids) - 1)
 
@@ -150,6 +155,10 @@ class Episode:
         if not branch.num_sampled:
             self.branches = [other for other in self.branches if other is not branch]
         branch.is_open = False
+        self._forget_open(turn)
+
+    def _forget_open(self, turn: Turn) -> None:
+        self._open_turns = [other for other in self._open_turns if other is not turn]
 
     def reward(self, value: float) -> None:
         """Give a reward at the last token of the turn that ended last.
@@ -171,12 +180,22 @@ class Episode:
     def num_sampled(self) -> int:
         return sum(branch.num_sampled for branch in self.branches)
 
+    @property
+    def oldest_version(self) -> int | None:
+        """The version of the weights that sampled the oldest token; None without any token."""
+        versions = [branch.versions[0] for branch in self.branches if branch.versions]
+        in_open_turns = [turn.response.oldest_version for turn in self._open_turns]
+        versions += [version for version in in_open_turns if version is not None]
+        return min(versions, default=None)
 
-def pack(branches: Sequence[Branch], num_candidates: int) -> Batch:
+
+def pack(branches: Sequence[Branch], num_candidates: int, version: int | None = None) -> Batch:
     """Lay branches end to end.
 
     The batch has the fields loss_mask, rollout_log_probs and turn_rewards, fp32 [T] each, and
-    candidate_ids, int32 [T, 1 + num_candidates], if num_candidates is not 0.
+    candidate_ids, int32 [T, 1 + num_candidates], if num_candidates is not 0. With the version of
+    the current weights, it also has age, fp32 [T]: how many steps have trained the weights since
+    they sampled the token.
     """
     lengths = torch.tensor([len(branch.token_ids) for branch in branches], dtype=torch.int64)
     cu_seqlens = make_cu_seqlens(lengths)
@@ -186,6 +205,10 @@ def pack(branches: Sequence[Branch], num_candidates: int) -> Batch:
         "rollout_log_probs": float32([branch.log_probs for branch in branches]),
         "turn_rewards": float32([branch.rewards for branch in branches]),
     }
+    if version is not None:
+        age = torch.zeros_like(loss_mask)
+        age[loss_mask > 0] = version - float32([branch.versions for branch in branches])
+        fields["age"] = age
     if num_candidates:
         candidates = np.full((len(loss_mask), 1 + num_candidates), -1, np.int32)
         sampled = [rows for branch in branches for rows in branch.candidates]

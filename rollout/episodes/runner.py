@@ -6,9 +6,9 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,79 +17,14 @@ from config import InputError
 from data.prompts import without_reply
 from data.rows import read_messages
 from data.shapes import read_shape
-from rollout.grading.pool import (
-    EVENT_LOOP_DELAY,
-    Job,
-    WorkerPool,
-    check_environment,
-    check_weights,
-)
+from rollout.episodes.jobs import EpisodeJob, EpisodeResult, EpisodeStream, number_of
+from rollout.grading.clock import StoppableClock
+from rollout.grading.pool import EVENT_LOOP_DELAY, WorkerPool, check_environment, check_weights
 from rollout.grading.process import Call, Program, WorkerProcess, worker_environment
-from rollout.grading.results import Failure, Reward
 
 WORKER = "rollout.episodes.worker"
 MIN_PYTHON = (3, 11)
 LOOPBACK = "127.0.0.1,localhost"
-
-
-@dataclass(frozen=True)
-class Limit:
-    """An episode that ended because EpisodeLimit left the user's function: it is truncated.
-
-    Attributes:
-        code: max_turns or max_episode_tokens.
-        score: rollout.limit_score; None if the episode is left out of training.
-    """
-
-    code: str
-    score: float | None
-
-
-EpisodeResult = Reward | Failure | Limit
-
-
-class EpisodeJob(Job):
-    """The episodes of one play().
-
-    Args:
-        requests: the requests of the episodes, without number and API key.
-        new_key: called with an episode's index; returns the API key for one attempt.
-        limit_score: see Limit.
-
-    Attributes:
-        tool_errors: for each episode, the calls of tools whose result is an error.
-    """
-
-    def __init__(
-        self,
-        requests: Sequence[dict],
-        new_key: Callable[[int], str],
-        limit_score: float | None,
-        max_failures: float,
-    ):
-        super().__init__(len(requests), [[i] for i in range(len(requests))], max_failures)
-        self._requests = requests
-        self._new_key = new_key
-        self._limit_score = limit_score
-        self.tool_errors = [0] * len(requests)
-
-    def request(self, call: Call) -> dict:
-        (i,) = call
-        return {**self._requests[i], "number": number_of(call), "api_key": self._new_key(i)}
-
-    def result(self, i: int, answer: dict) -> EpisodeResult:
-        answer = dict(answer)
-        self.tool_errors[i] = answer.pop("tool_errors", 0)
-        if "score" in answer:
-            return Reward(**answer)
-        if "limit" in answer:
-            return Limit(answer["limit"], self._limit_score)
-        return Failure(**answer, row=self._requests[i]["row"], response="")
-
-
-def number_of(call: Call) -> int:
-    """Return the number by which a worker notes an episode, which is above 0."""
-    return call[0] + 1
 
 
 class EpisodeRunner(WorkerPool):
@@ -102,6 +37,7 @@ class EpisodeRunner(WorkerPool):
         startup_timeout: the seconds allowed for starting Python and importing the function.
 
     Attributes:
+        clock: measures the time of the episodes of a stream, and may be stopped.
         notice: a line about how the user's class is called, or "".
         tool_errors: for each episode of the last play(), the calls of tools whose result is an
             error. They are known only for classes, whose tools we call.
@@ -127,11 +63,17 @@ class EpisodeRunner(WorkerPool):
             "memory_gib": config.reward.memory_gib,
             "output": str(output),
         }
+        clock_file = StoppableClock.make_file()
+        self.clock = StoppableClock(clock_file)
         program = Program(
             name=f"rollout.episode={rollout.episode}",
-            command=[rollout.episode_python or sys.executable, "-P", "-m", WORKER],
+            command=[
+                *(rollout.episode_python or sys.executable, "-P", "-m", WORKER),
+                str(clock_file),
+            ],
             environment=episode_environment(config.reward.env),
             settings=self.settings,
+            files=[clock_file],
         )
         super().__init__(program, rollout.episode_workers, startup_timeout)
         self.concurrency = math.ceil(rollout.max_concurrent_episodes / rollout.episode_workers)
@@ -139,6 +81,8 @@ class EpisodeRunner(WorkerPool):
         ready = self.idle[0].ready
         self.notice = ready["notice"]
         self.tool_errors: list[int] = []
+        self._stream: EpisodeStream | None = None
+        self._threads: list[threading.Thread] = []
         self._needs_messages = ready["is_environment"]
 
     def play(
@@ -161,16 +105,52 @@ class EpisodeRunner(WorkerPool):
             max_failures: after more failures than this, no further episodes begin, and their
                 results are None.
         """
-        requests = []
-        for row in rows:
-            request = {"row": row, "base_url": base_url}
-            if self._needs_messages:
-                request["messages"] = self._messages(row)
-            requests.append(request)
+        requests = [self.request(row, base_url) for row in rows]
         job = EpisodeJob(requests, new_key, self.config.rollout.limit_score, max_failures)
         self.run(job)
         self.tool_errors = job.tool_errors
         return job.results
+
+    def request(self, row: dict, base_url: str) -> dict:
+        """Return the request of an episode, without number and API key."""
+        request = {"row": row, "base_url": base_url}
+        if self._needs_messages:
+            request["messages"] = self._messages(row)
+        return request
+
+    def open_stream(self, new_key: Callable[[int], str]) -> EpisodeStream:
+        """Return a stream that can be given episodes. They are played until close().
+
+        play() may be called meanwhile. It then uses processes of its own.
+
+        new_key: as for play().
+        """
+        self._is_closed = False
+        self.clock.start()
+        self._stream = EpisodeStream(new_key, self.config.rollout.limit_score, self.clock)
+        for _ in range(self.num_workers):
+            # A trainer that ends with an error must not wait for these threads.
+            arguments = (self._stream,)
+            thread = threading.Thread(target=self._play_stream, args=arguments, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self._stream
+
+    def _play_stream(self, stream: EpisodeStream) -> None:
+        try:
+            self._work(stream)
+        except BaseException as error:  # stream.take_ended() raises it in the trainer's thread
+            stream.fail(error)
+
+    def close(self) -> None:
+        """End all workers and the stream. Episodes that are being played get no results."""
+        if self._stream:
+            self._stream.close()
+        super().close()
+        for thread in self._threads:
+            thread.join()
+        self._stream = None
+        self._threads = []
 
     def check(self, row: dict) -> str:
         """Return a notice about how rows reach the user's code, or "".

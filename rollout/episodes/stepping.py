@@ -17,11 +17,18 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from rollout.episodes.jobs import EndedEpisode, EpisodeResult
 from rollout.episodes.recorder import Episode, Turn
 from rollout.responses import Responses
+from rollout.vllm.continuing import RandomStreams, report_every_token
 from rollout.vllm.engine import Rollout
 from rollout.vllm.generation import output_id, read_output, wait_for_last_step
-from rollout.vllm.sampling import RequestSampling, count_candidates, request_seed
+from rollout.vllm.sampling import (
+    RequestSampling,
+    count_candidates,
+    preserved_random_state,
+    request_seed,
+)
 
 # How long to wait for a request while vLLM has none, before asking again whether the draw is over.
 WAIT_SECONDS = 0.01
@@ -34,22 +41,26 @@ class Playing:
     """An episode that is being played.
 
     Attributes:
-        key: the API key of the current attempt. An attempt whose worker has died is repeated.
         seed: the numbers that its random numbers depend on.
+        key: the API key of the current attempt. An attempt whose worker has died is repeated.
         episode: the recorded tokens.
         messages: the conversation so far, for people to read.
         limit: the limit that it has reached, or None.
         num_tool_calls: calls of tools that the model wrote.
         num_tool_errors: those that could not be read, or whose tool raised an error.
+        is_over: whether it has ended, with or without a result.
+        result: the reward, the failure or the limit; None without one.
     """
 
+    seed: tuple[int, ...]
     key: str = ""
-    seed: tuple[int, ...] = ()
     episode: Episode = field(default_factory=Episode)
     messages: list[dict] = field(default_factory=list)
     limit: str | None = None
     num_tool_calls: int = 0
     num_tool_errors: int = 0
+    is_over: bool = False
+    result: EpisodeResult | None = None
 
     def details(self, branch: int) -> dict:
         """Return what rollouts/step_N.jsonl has about a branch, besides its text."""
@@ -72,24 +83,49 @@ class Playing:
 
     def restart(self, key: str) -> None:
         """Forget everything, and begin another attempt."""
-        self.__init__(key, self.seed)
+        self.__init__(self.seed, key)
 
 
-@dataclass(frozen=True)
-class Running:
-    """A request that vLLM works on.
+@dataclass(eq=False)
+class TurnRequest:
+    """A request for the tokens of a turn, which vLLM works on or will work on.
 
     Attributes:
         number: the gateway's number of the request.
         playing: its episode.
-        turn: its turn.
+        prompt_ids: the tokens that the turn continues.
+        max_tokens: of the turn.
+        stop: strings that end the turn.
+        turn: None until vLLM gets the request for the first time.
         internal_id: vLLM's own id of the request.
     """
 
     number: int
     playing: Playing
-    turn: Turn
-    internal_id: str
+    prompt_ids: list[int]
+    max_tokens: int
+    stop: list[str]
+    turn: Turn | None = None
+    internal_id: str = ""
+
+    @staticmethod
+    def read(playing: Playing, message: dict) -> TurnRequest:
+        """Return the request in a message of the gateway."""
+        names = ("prompt_ids", "max_tokens", "stop")
+        return TurnRequest(message["id"], playing, *(message[name] for name in names))
+
+    def begin(self) -> None:
+        """Begin the turn, unless it has begun in an earlier draw."""
+        if self.turn is None:
+            episode = self.playing.episode
+            repetition = episode.count(self.prompt_ids)
+            seed = turn_seed(self.playing.seed, self.prompt_ids, repetition)
+            self.turn = episode.begin(self.prompt_ids, seed)
+
+    @property
+    def num_drawn(self) -> int:
+        """The tokens of the turn that were drawn in earlier draws."""
+        return len(self.turn.response)
 
 
 @dataclass
@@ -101,52 +137,83 @@ class StepTimes:
 
 
 class EpisodeLoop:
-    """The loop of one draw.
+    """The loop of one draw, or of all draws of a run whose episodes continue.
 
     Args:
         rollout: vLLM, which must be awake.
         sampling: the section `rollout` or `validation` of the configuration.
-        seeds: for each episode, the numbers that its random numbers depend on.
         inbox: returns the next messages. On the first rank of a replica it may wait this many
             seconds; the other ranks get what the first one got.
         answer: sends a message to the gateway; does nothing on the other ranks.
+        streams: needed if episodes continue in another draw.
+
+    Attributes:
+        playing: the episodes, by their numbers.
+        is_over: whether all episodes of the draw have ended.
+        num_ended: the episodes that have ended so far.
+        times, num_steps, num_tokens: of the last run(): the steps of vLLM, and the tokens that it
+            has drawn.
     """
 
     def __init__(
         self,
         rollout: Rollout,
         sampling: DictConfig,
-        seeds: list[tuple[int, ...]],
         inbox: Callable[[float], list[dict]],
         answer: Callable[[dict], None],
+        streams: RandomStreams | None = None,
     ):
         self.rollout = rollout
         self.sampling = RequestSampling.of(sampling)
-        self.playing = [Playing(seed=seed) for seed in seeds]
+        self.num_candidates = count_candidates(sampling, rollout.vocab_size)
         self.inbox = inbox
         self.answer = answer
+        self.streams = streams
+        self.playing: dict[int, Playing] = {}
         self.of_key: dict[str, Playing] = {}
-        self.waiting: list[tuple[Playing, dict]] = []  # requests that vLLM does not have yet
-        self.running: dict[str, Running] = {}  # by the id of their outputs
-        # An episode has one request at a time, unless the agent asks for several at once.
-        num_rows = REQUESTS_PER_EPISODE * len(seeds)
-        num_candidates = count_candidates(sampling, rollout.vocab_size)
-        self.responses = Responses(num_rows, sampling.max_tokens, num_candidates)
-        self.times = StepTimes()
-        self.results: list | None = None
+        self.waiting: list[TurnRequest] = []  # requests that vLLM does not have
+        self.running: dict[str, TurnRequest] = {}  # by the id of their outputs
+        self.is_over = False
+        self.num_ended = 0
 
-    def run(self) -> list:
-        """Step vLLM until a message with the results arrives, and return the results."""
+    def add(self, number: int, seed: tuple[int, ...]) -> Playing:
+        """Expect an episode. seed: the numbers that its random numbers depend on."""
+        self.playing[number] = Playing(seed)
+        return self.playing[number]
+
+    def remove(self, number: int) -> None:
+        """Forget an episode, which may not have ended."""
+        playing = self.playing.pop(number)
+        self.of_key.pop(playing.key, None)
+        self.drop_requests(playing)
+
+    def run(self, is_enough: Callable[[], bool] | None = None, version: int = 0) -> None:
+        """Step vLLM until all episodes have ended, or enough of them.
+
+        The turns that vLLM works on then keep their tokens, and go on in the next run().
+
+        Args:
+            is_enough: tells whether to stop, after every step; None: when all have ended.
+            version: the number of steps that have trained vLLM's weights.
+        """
+        is_enough = is_enough or (lambda: self.is_over)
+        self.version = version
+        self.times = StepTimes()
+        self.num_steps = 0
+        self.num_tokens = 0
         start = time.perf_counter()
+        # An episode has one request at a time, unless the agent asks for several at once.
+        num_rows = REQUESTS_PER_EPISODE * max(1, len(self.playing))
+        self.responses = Responses(num_rows, self.sampling.max_tokens, self.num_candidates)
         self.is_closed_batch = self.rollout.begin_batch(self.responses)
-        with progress_bar() as progress:
-            while self.results is None:
+        with preserved_random_state(), progress_bar() as progress:
+            self.handle([])
+            while not is_enough():
                 progress.update(self.step())
-        self.abort(list(self.running))
-        wait_for_last_step(self.rollout.llm.llm_engine)
+            self.suspend()
+            wait_for_last_step(self.rollout.llm.llm_engine)
         self.rollout.end_batch(self.is_closed_batch)
         self.times.total = time.perf_counter() - start
-        return self.results
 
     def step(self) -> int:
         """Take in what has arrived, and step vLLM. Returns the number of turns that have ended."""
@@ -158,41 +225,55 @@ class EpisodeLoop:
             self.times.idle += time.perf_counter() - begin
         if not engine.has_unfinished_requests():
             return 0
+        self.num_steps += 1
         return self.finish(engine.step())
+
+    # -- messages ----------------------------------------------------------------------------------
 
     def handle(self, messages: list[dict]) -> None:
         """Act on the messages that have arrived, and give their requests to vLLM together."""
         for message in messages:
             if "attempt" in message:
                 self.begin_attempt(message["attempt"], message["index"])
-            elif "results" in message:
-                self.end(message["results"], message["tool_errors"])
-            elif "abort" in message:
-                self.abort_number(message["abort"])
+            elif "ended" in message:
+                self.end(message["ended"])
+                self.is_over = message["is_over"]
             elif message["episode"] in self.of_key:
-                playing = self.of_key[message["episode"]]
-                if "id" in message:
-                    self.waiting.append((playing, message))
-                else:
-                    self.record(playing, message)
+                self.handle_episode(self.of_key[message["episode"]], message)
         num_free = len(self.responses.lengths) - len(self.running)
         requests = self.waiting[:num_free]
         self.waiting = self.waiting[num_free:]
         if requests:
             self.begin_turns(requests)
 
-    def end(self, results: list, tool_errors: list[int]) -> None:
-        """Note that all episodes have ended. tool_errors: calls of tools that failed, of each."""
-        self.results = results
-        for playing, num_errors in zip(self.playing, tool_errors, strict=True):
-            playing.num_tool_errors += num_errors
+    def handle_episode(self, playing: Playing, message: dict) -> None:
+        """Act on a message of the gateway about an episode."""
+        if "id" in message:
+            self.waiting.append(TurnRequest.read(playing, message))
+        elif "abort" in message:
+            self.drop([r for r in self.requests_of(playing) if r.number == message["abort"]])
+        else:
+            self.record(playing, message)
 
-    def begin_attempt(self, key: str, index: int) -> None:
+    def end(self, ended: list[EndedEpisode]) -> None:
+        """Note the results of episodes. Requests that they have left over are dropped."""
+        for one in ended:
+            self.num_ended += 1
+            playing = self.playing.get(one.number)
+            if playing is not None:
+                playing.is_over = True
+                playing.result = one.result
+                playing.num_tool_errors += one.tool_errors
+                self.of_key.pop(playing.key, None)
+                self.drop_requests(playing)
+
+    def begin_attempt(self, key: str, number: int) -> None:
         """Begin an episode, or begin it anew with another key."""
-        playing = self.playing[index]
+        playing = self.playing.get(number)
+        if playing is None:  # it was given up
+            return
         self.of_key.pop(playing.key, None)
-        self.abort([i for i, running in self.running.items() if running.playing is playing])
-        self.waiting = [request for request in self.waiting if request[0] is not playing]
+        self.drop_requests(playing)
         playing.restart(key)
         self.of_key[key] = playing
 
@@ -207,73 +288,120 @@ class EpisodeLoop:
             playing.num_tool_calls += message["tool_calls"]
             playing.num_tool_errors += message["tool_errors"]
 
-    def begin_turns(self, requests: list[tuple[Playing, dict]]) -> None:
-        """Give requests to vLLM."""
+    # -- turns -------------------------------------------------------------------------------------
+
+    def begin_turns(self, requests: list[TurnRequest]) -> None:
+        """Give requests to vLLM. Turns that have begun continue after their tokens so far."""
         prompts = []
         params = []
-        began = []
-        for playing, message in requests:
-            prompt_ids = message["prompt_ids"]
-            repetition = playing.episode.count(prompt_ids)
-            seed = turn_seed(playing.seed, prompt_ids, repetition)
+        for request in requests:
+            request.begin()
+            response = request.turn.response
             sampling = replace(
-                self.sampling, max_tokens=message["max_tokens"], stop=message["stop"]
+                self.sampling,
+                max_tokens=request.max_tokens - len(response),
+                stop=request.stop,
             )
-            prompts.append({"prompt_token_ids": prompt_ids})
-            params.append(self.rollout.sampling_params(sampling, seed))
-            began.append((message["id"], playing, playing.episode.begin(prompt_ids)))
-        internal_ids = self.rollout.llm.enqueue(
-            prompts, params, lora_request=self.rollout.lora_request, use_tqdm=False
-        )
-        for internal_id, request in zip(internal_ids, began, strict=True):
-            self.running[output_id(internal_id)] = Running(*request, internal_id)
+            prompts.append([*request.prompt_ids, *response.tokens.tolist()])
+            params.append(self.rollout.sampling_params(sampling, response.seed))
+        if self.streams and not self.is_closed_batch:
+            report_every_token(params)
+        internal_ids = self.rollout.enqueue(prompts, params)
+        for internal_id, request in zip(internal_ids, requests, strict=True):
+            request.internal_id = internal_id
+            self.running[output_id(internal_id)] = request
+        if self.streams:
+            self.streams.skip(internal_ids, [request.num_drawn for request in requests])
 
     def finish(self, outputs: list) -> int:
-        """Record the turns that have ended, and answer their requests. Returns their number."""
+        """Record what vLLM has drawn. Returns the number of turns that have ended."""
         num_ended = 0
         for output in outputs:
-            if not output.finished or output.request_id not in self.running:
+            request = self.running.get(output.request_id)
+            if request is None:
                 continue
-            running = self.running.pop(output.request_id)
-            num_ended += 1
-            tokens, log_probs, candidates = self.take(running, output.outputs[0])
-            reason = output.outputs[0].finish_reason
-            is_cut = reason == "length"
-            running.playing.episode.end(running.turn, tokens, log_probs, candidates, is_cut)
-            self.answer(
-                {
-                    "id": running.number,
-                    "token_ids": tokens.tolist(),
-                    "log_probs": log_probs.tolist(),
-                    "finish_reason": reason,
-                }
-            )
+            if not self.is_closed_batch:
+                self.append(request, *self.read(output.outputs[0]))
+            if output.finished:
+                num_ended += 1
+                del self.running[output.request_id]
+                self.end_turn(request, output.outputs[0].finish_reason)
         return num_ended
 
-    def take(self, running: Running, output) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return the tokens of a turn that has ended: see Responses.row()."""
+    def end_turn(self, request: TurnRequest, reason: str) -> None:
+        """Record a turn that has ended, and answer its request."""
+        self.take(request)
+        response = request.turn.response
+        request.playing.episode.end(request.turn, is_cut=reason == "length")
+        self.answer(
+            {
+                "id": request.number,
+                "token_ids": response.tokens.tolist(),
+                "log_probs": response.log_probs.tolist(),
+                "finish_reason": reason,
+            }
+        )
+
+    def take(self, request: TurnRequest) -> None:
+        """Append the tokens that the scheduler for closed batches has for a request, if any."""
         if self.is_closed_batch:
-            return self.rollout.scheduler.take(running.internal_id)
+            self.append(request, *self.rollout.scheduler.take(request.internal_id))
+
+    def append(
+        self,
+        request: TurnRequest,
+        tokens: np.ndarray,
+        log_probs: np.ndarray,
+        candidates: np.ndarray | None,
+    ) -> None:
+        """Append tokens to a turn. Shapes as in Responses.row()."""
+        self.num_tokens += len(tokens)
+        request.turn.response.append(tokens, log_probs, candidates, self.version)
+
+    def read(self, output) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Return the tokens in an output of vLLM: see Responses.row()."""
         # vLLM's own scheduler leaves the rows empty, so any of them will do.
         self.responses.lengths[0] = 0
         self.responses.extend(0, *read_output(output))
         return self.responses.row(0)
 
-    def abort_number(self, number: int) -> None:
-        """Take the request with this number of the gateway's away from vLLM."""
-        self.waiting = [request for request in self.waiting if request[1]["id"] != number]
-        self.abort([i for i, running in self.running.items() if running.number == number])
+    def suspend(self) -> None:
+        """Take all requests away from vLLM, and let their turns keep their tokens."""
+        suspended = list(self.running.values())
+        self.abort(suspended)
+        for request in suspended:
+            self.take(request)
+        # Those that arrive first go on first.
+        self.waiting = sorted([*suspended, *self.waiting], key=lambda request: request.number)
+        if self.streams:
+            self.streams.forget()
 
-    def abort(self, request_ids: list[str]) -> None:
-        """Take requests away from vLLM, and forget their turns."""
-        if not request_ids:
-            return
-        self.rollout.llm.llm_engine.abort_request(request_ids)
+    def requests_of(self, playing: Playing) -> list[TurnRequest]:
+        requests = [*self.waiting, *self.running.values()]
+        return [request for request in requests if request.playing is playing]
+
+    def drop_requests(self, playing: Playing) -> None:
+        """Forget the requests of an episode, and their turns."""
+        self.drop(self.requests_of(playing))
+
+    def drop(self, requests: list[TurnRequest]) -> None:
+        """Forget requests and their turns, and take them away from vLLM if it has them."""
+        running = [request for request in self.running.values() if request in requests]
+        self.abort(running)
+        for request in running:
+            self.take(request)
+        self.waiting = [request for request in self.waiting if request not in requests]
+        for request in requests:
+            if request.turn is not None:
+                request.playing.episode.drop(request.turn)
+
+    def abort(self, requests: list[TurnRequest]) -> None:
+        """Take requests away from vLLM."""
+        request_ids = [output_id(request.internal_id) for request in requests]
+        if request_ids:
+            self.rollout.llm.llm_engine.abort_request(request_ids)
         for request_id in request_ids:
-            running = self.running.pop(request_id)
-            running.playing.episode.drop(running.turn)
-            if self.is_closed_batch:
-                self.rollout.scheduler.take(running.internal_id)
+            del self.running[request_id]
 
 
 def progress_bar() -> tqdm:

@@ -39,12 +39,12 @@ from engines.parallel import device
 from job.models import with_local_models
 from rl.settings import check_settings
 from rollout.episodes.drawing import EpisodeSampler, Result
+from rollout.episodes.jobs import Limit
 from rollout.episodes.recorder import Branch
-from rollout.episodes.runner import EpisodeRunner, Limit
-from rollout.episodes.stepping import EpisodeLoop, Inbox, Playing
+from rollout.episodes.runner import EpisodeRunner
+from rollout.episodes.stepping import EpisodeLoop, Playing
 from rollout.grading.results import Failure, Reward
 from rollout.vllm.engine import Rollout
-from rollout.vllm.sampling import preserved_random_state
 from rollout.vllm.settings import check_rollout, check_vllm_model
 
 
@@ -156,16 +156,14 @@ def play(
     rollout.wake("kv_cache")
     sampler = EpisodeSampler.start(config, rollout, runner, tokenizer, host_group=None)
     director = sampler.director
-    director.start([row], config.rollout, math.inf)
-    inbox = Inbox(rollout, director.receive, group=None)
-    seeds = [(config.trainer.seed, seed)]
-    loop = EpisodeLoop(rollout, config.rollout, seeds, inbox, director.server.send)
-    with preserved_random_state():
-        (result,) = loop.run()
+    cast = director.start([row], config.rollout, math.inf)
+    loop = EpisodeLoop(rollout, config.rollout, sampler.inbox(cast), sampler.answer)
+    playing = loop.add(0, (config.trainer.seed, seed))
+    loop.run()
     sampler.close()
     rollout.shutdown()
     device.shutdown()
-    return loop.playing[0], result
+    return playing, playing.result
 
 
 def weights_in_files(path: Path) -> Iterator[tuple[str, Tensor]]:

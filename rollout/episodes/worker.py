@@ -5,14 +5,16 @@ may run in another Python environment (rollout.episode_python).
 """
 
 import asyncio
+import contextlib
 import inspect
 import os
 import re
 import sys
+import time
 import traceback
 import types
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from pathlib import Path
 
@@ -21,28 +23,32 @@ from configs.errors import InputError
 from rollout.episodes.client import LIMIT, LLM
 from rollout.episodes.environments import EnvironmentPlayer
 from rollout.episodes.threads import call
+from rollout.grading.clock import StoppableClock
 from rollout.grading.notes import write_note
 from rollout.grading.program import OutputFile, limit_memory, serve_async, start
 from rollout.grading.scores import read_score
 
 ROOT = str(Path(__file__).parents[2])
 NO_CALL = 0
+# So that a clock that is stopped right before the end of an episode's time costs nothing.
+MIN_WAIT_SECONDS = 0.01
 # The end of the gateway's message about a limit.
 QUOTED_LIMIT = re.compile(rf"\({LIMIT}: (\w+)\)")
 
 
-def main(lifeline: int, notes: int) -> None:
+def main(clock: int, lifeline: int, notes: int) -> None:
     """Play episodes until standard input ends.
 
     The first request contains the settings, which EpisodeRunner describes.
     """
-    os.set_inheritable(notes, False)
+    for file in (clock, notes):
+        os.set_inheritable(file, False)
     channel = start(lifeline)
     settings = channel.read()
     limit_memory(int(settings["memory_gib"] * 2**30))
     hide_project()
     try:
-        player = Player(settings, notes)
+        player = Player(settings, notes, StoppableClock(clock))
     except InputError as error:
         channel.reply(settings["token"], error=str(error))
         return
@@ -70,9 +76,10 @@ class Player:
         notice: a line about how it is called, or "".
     """
 
-    def __init__(self, settings: dict, notes: int):
+    def __init__(self, settings: dict, notes: int, clock: StoppableClock):
         self.settings = settings
         self.notes = notes
+        self.clock = clock
         self.output = OutputFile(settings["output"])
         self.name = f"rollout.episode={settings['episode']}"
         function = find(self.name, settings["episode"])
@@ -102,7 +109,8 @@ class Player:
         llm = LLM(request["base_url"], request["api_key"])
         note = partial(self.note, request["number"])
         try:
-            async with asyncio.timeout(seconds) as limit:
+            clock = self.clock if request.get("is_stoppable") else time.monotonic
+            async with timeout(seconds, clock) as limit:
                 self.output.redirect()
                 episode = self.play(request, llm, counts)
                 value = await watch(episode, note, partial(self.note, NO_CALL))
@@ -118,6 +126,28 @@ class Player:
     def note(self, number: int) -> None:
         """Note which call's code runs now. If it blocks or ends this process, it is known."""
         write_note(self.notes, number)
+
+
+@contextlib.asynccontextmanager
+async def timeout(seconds: float, clock: Callable[[], float]) -> AsyncIterator[asyncio.Timeout]:
+    """Cancel the body after these seconds, as the clock counts them."""
+    loop = asyncio.get_running_loop()
+    end = clock() + seconds
+
+    def expire_or_wait() -> None:
+        nonlocal timer
+        seconds_left = end - clock()
+        if seconds_left <= 0:
+            limit.reschedule(loop.time())
+        else:
+            timer = loop.call_later(max(seconds_left, MIN_WAIT_SECONDS), expire_or_wait)
+
+    async with asyncio.timeout(None) as limit:
+        timer = loop.call_later(seconds, expire_or_wait)
+        try:
+            yield limit
+        finally:
+            timer.cancel()
 
 
 class FunctionPlayer:
@@ -221,4 +251,4 @@ def place_of(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from config import InputError
@@ -28,11 +29,13 @@ class Job:
 
     Attributes:
         results: what the calls returned; None for calls that were not made.
+        clock: measures the time of the calls.
     """
 
     def __init__(self, num_results: int, calls: Sequence[Call], max_failures: float):
         self.results: list = [None] * num_results
         self.num_calls = len(calls)
+        self.clock: Callable[[], float] = time.monotonic
         self._calls = iter(calls)
         self._max_failures = max_failures
         self._num_failures = 0
@@ -48,6 +51,14 @@ class Job:
                     break
                 taken.append(call)
         return taken
+
+    def wait_for_calls(self) -> bool:
+        """Wait until there are calls again. Returns False if there will be none."""
+        return False
+
+    def has_answer(self, worker: WorkerProcess) -> bool:
+        """Wait for a worker's answer. Returns False if there may be calls for it before."""
+        return True
 
     def request(self, call: Call) -> dict:
         """Return the request that makes a call. It is asked for again if the call is repeated."""
@@ -145,9 +156,15 @@ class WorkerPool:
             for call in job.next_calls(num_free):
                 if worker is None:
                     worker = self._take_worker()
-                worker.send(job.request(call), self.seconds_per_call, call)
+                worker.send(job.request(call), self.seconds_per_call, call, job.clock)
             if worker is None or not worker.pending:
-                break
+                self._release(worker)
+                worker = None
+                if not job.wait_for_calls():
+                    break
+                continue
+            if not job.has_answer(worker):
+                continue
             received = worker.receive()
             if received is not None:
                 call, answer = received
@@ -157,8 +174,6 @@ class WorkerPool:
             if not worker.alive:
                 self._release(worker)
                 worker = None
-        if worker is not None:
-            self._release(worker)
 
     def _handle_ending(self, worker: WorkerProcess, job: Job) -> None:
         """Record the failure of the call that ended a worker, if it is known.
@@ -192,7 +207,7 @@ class WorkerPool:
         """Make calls again, in one worker at the same time."""
         worker = self._take_worker()
         for call in calls:
-            worker.send(job.request(call), self.seconds_per_call, call)
+            worker.send(job.request(call), self.seconds_per_call, call, job.clock)
         while worker.alive and worker.pending:
             received = worker.receive()
             if received is not None:
@@ -214,8 +229,10 @@ class WorkerPool:
                 worker.interrupt()
         return worker
 
-    def _release(self, worker: WorkerProcess) -> None:
-        """Take back a worker that has no pending calls, or has ended."""
+    def _release(self, worker: WorkerProcess | None) -> None:
+        """Take back a worker, if any, that has no pending calls or has ended."""
+        if worker is None:
+            return
         with self._lock:
             self._busy.discard(worker)
             if worker.alive:

@@ -21,7 +21,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +41,9 @@ ENVIRONMENT = """
 """.split()
 MAX_ANSWER_BYTES = 2**26
 READ_BYTES = 2**16  # as much as a pipe holds
+# A call is killed this much too late at most. A clock that is stopped right before the end of a
+# call's time would otherwise keep a thread busy.
+MIN_WAIT_MILLISECONDS = 10.0
 
 Call = list[int]  # the indices of the samples that one call of the function grades
 
@@ -54,12 +58,14 @@ class Program:
             lifeline, and a file in which the worker may note which call's code it runs.
         environment: all environment variables that it gets.
         settings: its first request.
+        files: further descriptors that it inherits, with the same numbers.
     """
 
     name: str
     command: list[str]
     environment: dict[str, str]
     settings: dict
+    files: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -73,12 +79,18 @@ class Ending:
 class Deadline(NamedTuple):
     """The end of a call's time.
 
-    time     as time.monotonic() gives it
+    time     as the clock gives it
     seconds  how long after the request this is
+    clock    time.monotonic, or a StoppableClock
     """
 
     time: float
     seconds: float
+    clock: Callable[[], float]
+
+    @property
+    def seconds_left(self) -> float:
+        return self.time - self.clock()
 
 
 class WorkerProcess:
@@ -121,7 +133,7 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=early_prints,
-                pass_fds=[worker_end, self.notes],
+                pass_fds=[worker_end, self.notes, *program.files],
                 start_new_session=True,
                 env=program.environment,
             )
@@ -147,11 +159,17 @@ class WorkerProcess:
             raise InputError(answer["error"])
         return answer
 
-    def send(self, request: dict, seconds: float, call: Call) -> None:
+    def send(
+        self,
+        request: dict,
+        seconds: float,
+        call: Call,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Send a request. Unless it is answered within `seconds`, receive() kills the worker."""
         token = secrets.token_hex(8)
         self.pending[token] = call
-        self.deadlines[token] = Deadline(time.monotonic() + seconds, seconds)
+        self.deadlines[token] = Deadline(clock() + seconds, seconds, clock)
         unsent = json.dumps({**request, "token": token}).encode() + b"\n"
         pipe = self.process.stdin.fileno()
         # If the worker died after its last answer, the pipe is broken, which receive() will report.
@@ -191,29 +209,51 @@ class WorkerProcess:
         line, newline, self.unread = b"".join(chunks).partition(b"\n")
         return (line + newline)[:MAX_ANSWER_BYTES]
 
-    def _wait(self, pipe: int, event: int) -> None:
+    def wait_for_answer(self, waker: int) -> bool:
+        """Wait until receive() has something to return, or until another thread interrupts this.
+
+        waker: an eventfd. Another thread writes to it, and then this returns False.
+        """
+        if b"\n" in self.unread:
+            return True
+        pipe = self.process.stdout.fileno()
+        ready = self._wait(pipe, select.POLLIN, waker)
+        if waker in ready:
+            os.eventfd_read(waker)
+        return pipe in ready
+
+    def _wait(self, pipe: int, event: int, waker: int | None = None) -> set[int]:
         """Wait until a pipe is ready, but kill the worker when a call has timed out.
 
-        A pipe of a worker that has ended is ready, too.
+        A pipe of a worker that has ended is ready, too. Returns the descriptors that are ready.
         """
         poll = select.poll()
         poll.register(pipe, event)
-        while not poll.poll(self._milliseconds_left()):
+        if waker is not None:
+            poll.register(waker, select.POLLIN)
+        while not (ready := poll.poll(self._milliseconds_left())):
             self._expire()
+        return {file for file, _ in ready}
 
     def _milliseconds_left(self) -> float | None:
-        """Return how long to wait for the worker: until its next call times out, or for ever."""
+        """Return how long to wait for the worker: until its next call times out, or for ever.
+
+        It may be longer, if the clock of the call is stopped meanwhile.
+        """
         if self.expired or not self.deadlines:
             return None
         deadline = self.deadlines[self._next_to_expire()]
-        return max(0.0, deadline.time - time.monotonic()) * 1000
+        return max(MIN_WAIT_MILLISECONDS, deadline.seconds_left * 1000)
 
     def _next_to_expire(self) -> str:
-        return min(self.deadlines, key=lambda token: self.deadlines[token].time)
+        return min(self.deadlines, key=lambda token: self.deadlines[token].seconds_left)
 
     def _expire(self) -> None:
-        """Kill the worker because a call has timed out."""
-        self.expired = self._next_to_expire()
+        """Kill the worker because a call has timed out, unless its clock was stopped meanwhile."""
+        token = self._next_to_expire()
+        if self.deadlines[token].seconds_left > 0:
+            return
+        self.expired = token
         seconds = self.deadlines[self.expired].seconds
         self.ending = Ending("timed out", f"took more than {seconds:g} s")
         self.interrupt()

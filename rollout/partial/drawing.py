@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from config import InputError
-from data.batching.batch import Batch
 from data.batching.order import RowsOfBatch
-from data.prompts import Prompt, PromptDataset
+from data.prompts import PromptDataset
 from profiling import Profiler
 from rollout.drawing import (
     Assignment,
-    Generation,
     Request,
     Sampler,
-    dataset_rows,
     first_response_numbers,
-    image_arguments,
     seconds_of_rank,
 )
+from rollout.episodes.drawing import EpisodeSampler
 from rollout.exchange import gather_on_all_ranks, sum_over_ranks
-from rollout.partial.groups import OpenGroup, OpenGroups, OpenResponse, from_bytes, to_bytes
+from rollout.partial.groups import Counters, OpenGroup, OpenGroups
 from rollout.partial.ledger import Ledger
-from rollout.responses import Responses
 from rollout.samples import Samples
-from rollout.vllm.continuing import ContinuingRollout
-from rollout.vllm.sampling import count_candidates, request_seed
 
 
 @dataclass(frozen=True)
@@ -62,13 +54,31 @@ class StepCounts:
     failed: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
+class Draw:
+    """The groups that a step trains on.
+
+    request, assignment  the prompts and responses of all replicas
+    trained              the groups of this rank's replica
+    version              the number of steps that have trained vLLM's weights
+    seconds              [ranks] fp32: the time that this rank spent; 0 for other ranks
+    """
+
+    request: Request
+    assignment: Assignment
+    trained: list[OpenGroup]
+    version: int
+    seconds: Tensor
+
+
+@dataclass(kw_only=True)
 class PartialSampler:
-    """Draws graded responses to the prompts of the data in their order.
+    """Draws graded responses or episodes for the prompts of the data in their order.
+
+    This class decides which groups begin, and which are trained. Its subclasses draw them.
 
     Attributes:
-        sampler: grades responses and shares their numbers.
-        continuing: generates parts of responses.
+        sampler: grades, and shares numbers with all ranks.
         ledger: the groups that have begun, the same on every rank.
         dataset, rows_of_batch: the prompts and their order.
         config: the configuration.
@@ -76,8 +86,7 @@ class PartialSampler:
         counts: of the current step.
     """
 
-    sampler: Sampler
-    continuing: ContinuingRollout
+    sampler: Sampler | EpisodeSampler
     ledger: Ledger
     dataset: PromptDataset
     rows_of_batch: RowsOfBatch
@@ -114,10 +123,10 @@ class PartialSampler:
             first_group=first_group,
             max_failures=self.max_failures(len(groups)),
         )
-        assignment = self.assign(groups)
-        generation = self.pack(request, assignment, trained, version, seconds)
         with profiler.stage("reward"):
-            samples = self.sampler.grade_and_share(request, assignment, generation)
+            samples = self.grade_and_share(
+                Draw(request, self.assign(groups), trained, version, seconds)
+            )
         self.counts.graded += samples.num_drawn
         self.counts.failed += len(samples.failures)
         return request, samples
@@ -149,54 +158,25 @@ class PartialSampler:
     def new_group(self, number: int, key: tuple[int, int, int], first_number: int) -> OpenGroup:
         """Return a group without tokens.
 
-        key: the run's seed, the batch and the row. Its responses have the same seeds as without
-        rollout.partial.
+        key: the run's seed, the batch and the row. What is drawn for the group has the same seeds
+        as without rollout.partial.
         """
-        numbers = range(first_number, first_number + self.config.rollout.n)
-        responses = [OpenResponse(request_seed(*key, i)) for i in numbers]
-        return OpenGroup(number, key[-1], responses)
+        raise NotImplementedError
 
     def generate(self, num_complete: int, version: int) -> None:
-        """Continue this replica's responses until enough of its groups are complete."""
-        pairs = self.open.running()
-        running = [response for _, response in pairs]
-        # Responses share their prompt, so that its images are converted only once.
-        rows = dict.fromkeys(group.row for group, _ in pairs)
-        prompt_of_row = {row: self.dataset[row] for row in rows}
-        prompts = [prompt_of_row[group.row] for group, _ in pairs]
-        responses, reasons = self.continuing.generate(
-            [[*p.input_ids, *r.tokens.tolist()] for p, r in zip(prompts, running)],
-            [response.seed for response in running],
-            [len(response) for response in running],
-            self.config.rollout,
-            self.open.make_is_enough(num_complete, version),
-            **self.image_arguments(prompts, running),
-        )
-        for i, response in enumerate(running):
-            length = responses.lengths[i]
-            candidates = responses.candidates
-            response.append(
-                responses.tokens[i, :length],
-                responses.log_probs[i, :length],
-                None if candidates is None else candidates[i, :length],
-                version,
-            )
-            response.is_complete = i in reasons
-            response.is_truncated = reasons.get(i) == "length"
-        self.counts.slots += self.continuing.num_steps * len(running)
-        self.counts.tokens += int(responses.lengths.sum())
+        """Continue this replica's groups until enough of them are complete. Count the work."""
+        raise NotImplementedError
 
-    def image_arguments(self, prompts: list[Prompt], running: list[OpenResponse]) -> dict:
-        """Return the argument `image_prompts` of ContinuingRollout.generate(), if needed."""
-        arguments = image_arguments(self.dataset, prompts)
-        if arguments:
-            arguments["image_prompts"] = [
-                image_prompt._replace(
-                    input_ids=[*image_prompt.input_ids, *response.tokens.tolist()]
-                )
-                for image_prompt, response in zip(arguments["image_prompts"], running)
-            ]
-        return arguments
+    def grade_and_share(self, draw: Draw) -> Samples:
+        """Return the samples of all replicas.
+
+        Their batch has the additional field age, fp32 [T]: how many steps have trained the weights
+        since they drew the token.
+        """
+        raise NotImplementedError
+
+    def give_up(self, groups: list[OpenGroup]) -> None:
+        """Stop to work on groups that were dropped."""
 
     def agree_on_trained(self, trained: list[OpenGroup]) -> list[TrainedGroup]:
         """Return the groups of all replicas that this step trains on; the ledger forgets them."""
@@ -221,41 +201,6 @@ class PartialSampler:
         owners = torch.tensor(owner_of_group, dtype=torch.int64)
         return Assignment.of(owners, self.config.rollout.n, rollout.replica, rollout.tp_size)
 
-    def pack(
-        self,
-        request: Request,
-        assignment: Assignment,
-        trained: list[OpenGroup],
-        version: int,
-        seconds: Tensor,
-    ) -> Generation:
-        """Return the responses of this replica's groups, as Sampler.generate() does.
-
-        The batch has the additional field age, fp32 [T]: how many steps have trained the weights
-        since they drew the token.
-        """
-        prompts = []
-        own = []
-        for group in trained:
-            prompt = self.dataset[group.row]
-            prompts += [prompt] * len(group.responses)
-            own += group.responses
-        batch = pack_responses(own, [prompt.input_ids for prompt in prompts], self.num_candidates)
-        ages = [version - response.versions for response in own]
-        age = torch.zeros_like(batch.fields["loss_mask"])
-        if own:
-            age[batch.fields["loss_mask"] > 0] = torch.from_numpy(np.concatenate(ages)).float()
-        batch.fields["age"] = age
-        if self.dataset.image_store:
-            rows = dataset_rows(request, assignment)[assignment.replica]
-            batch = replace(batch, rows=rows, image_store=self.dataset.image_store)
-        truncated = torch.tensor([response.is_truncated for response in own], dtype=torch.bool)
-        return Generation(batch, truncated, prompts, seconds, metrics={})
-
-    @property
-    def num_candidates(self) -> int:
-        return count_candidates(self.config.rollout, self.sampler.rollout.vocab_size)
-
     # -- between steps -----------------------------------------------------------------------------
 
     def end_step(self, version: int) -> dict[str, float]:
@@ -263,8 +208,10 @@ class PartialSampler:
 
         version: of the weights that were in use. With on_stale=finish, no group is ever too old.
         """
-        stale = [group.number for group in self.open.take_stale(version)]
-        own = stale if self.sampler.rollout.tp_rank == 0 else []
+        stale = self.open.take_stale(version)
+        self.give_up(stale)
+        is_first = self.sampler.rollout.tp_rank == 0
+        own = [group.number for group in stale] if is_first else []
         dropped = gather_on_all_ranks(own, self.sampler.host_group)
         self.ledger.drop(dropped)
         counts = self.counts
@@ -285,8 +232,24 @@ class PartialSampler:
         rollout = self.sampler.rollout
         if rollout.tp_rank != 0:
             return {}
-        content = to_bytes(self.open.groups, self.ledger.next_group, self.ledger.num_dropped)
+        counters = Counters(self.ledger.next_group, self.ledger.num_dropped)
+        content = self.to_bytes(counters)
         return {f"open_responses_{rollout.replica:05}.safetensors": content}
+
+    def to_bytes(self, counters: Counters) -> bytes:
+        """Return the content of a file with the open groups of this replica."""
+        raise NotImplementedError
+
+    def from_bytes(self, content: bytes) -> tuple[Counters, list]:
+        """Return what to_bytes() has written. Each group has at least a number.
+
+        Raises InputError if the groups do not fit the current settings.
+        """
+        raise NotImplementedError
+
+    def restored(self, group) -> OpenGroup:
+        """Return an open group, given what from_bytes() has returned."""
+        raise NotImplementedError
 
     def load_state(self, files: list[bytes]) -> None:
         """Continue where a checkpoint ended.
@@ -297,16 +260,16 @@ class PartialSampler:
 
         Raises InputError if responses cannot continue with the current settings.
         """
-        saved = [from_bytes(content) for content in files]
-        for one in saved:
-            check_can_continue(one.groups, self.config.rollout, self.num_candidates)
-        groups_of_replica = [one.groups for one in saved]
+        saved = [self.from_bytes(content) for content in files]
+        counters, _ = saved[0]
+        groups_of_replica = [groups for _, groups in saved]
         rollout = self.sampler.rollout
         if len(files) != rollout.num_replicas:
             groups_of_replica = deal(groups_of_replica, rollout.num_replicas)
-        self.open.groups = groups_of_replica[rollout.replica]
-        self.ledger.next_group = saved[0].next_group
-        self.ledger.num_dropped = saved[0].num_dropped
+        own_groups = groups_of_replica[rollout.replica]
+        self.open.groups = [self.restored(group) for group in own_groups]
+        self.ledger.next_group = counters.next_group
+        self.ledger.num_dropped = counters.num_dropped
         self.ledger.replica_of = {
             group.number: replica
             for replica, groups in enumerate(groups_of_replica)
@@ -314,44 +277,7 @@ class PartialSampler:
         }
 
 
-def check_can_continue(groups: list[OpenGroup], sampling: DictConfig, num_candidates: int) -> None:
-    """Raise InputError if responses of a checkpoint do not fit the current settings.
-
-    sampling: the section `rollout`. num_candidates: from count_candidates().
-    """
-    num_columns = 1 + num_candidates if num_candidates else 0
-    for response in itertools.chain(*(group.responses for group in groups)):
-        num_tokens = len(response)
-        is_running_at_limit = num_tokens == sampling.max_tokens and not response.is_complete
-        if num_tokens > sampling.max_tokens or is_running_at_limit:
-            raise InputError(
-                f"rollout.max_tokens={sampling.max_tokens}, but the checkpoint has responses that "
-                f"are not trained yet and already have {num_tokens} tokens: raise it"
-            )
-        if num_tokens and response.candidates.shape[-1] != num_columns:
-            raise InputError(
-                f"rollout.top_k={sampling.top_k}, but the checkpoint has responses that are not "
-                "trained yet and were drawn with another rollout.top_k: set that one"
-            )
-
-
-def deal(groups_of_replica: list[list[OpenGroup]], num_replicas: int) -> list[list[OpenGroup]]:
+def deal(groups_of_replica: list[list], num_replicas: int) -> list[list]:
     """Deal groups to another number of replicas, one after another."""
     groups = sorted(itertools.chain(*groups_of_replica), key=lambda group: group.number)
     return [groups[replica::num_replicas] for replica in range(num_replicas)]
-
-
-def pack_responses(
-    responses: list[OpenResponse], prompts: list[list[int]], num_candidates: int
-) -> Batch:
-    """Return prompts and complete responses as Rollout.generate() does."""
-    longest = max((len(response) for response in responses), default=0)
-    arrays = Responses(len(responses), longest, num_candidates)
-    for i, response in enumerate(responses):
-        length = len(response)
-        arrays.tokens[i, :length] = response.tokens
-        arrays.log_probs[i, :length] = response.log_probs
-        if num_candidates:
-            arrays.candidates[i, :length] = response.candidates
-        arrays.lengths[i] = length
-    return arrays.batch(prompts)

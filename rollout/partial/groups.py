@@ -38,6 +38,11 @@ class OpenResponse:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def oldest_version(self) -> int | None:
+        """The version of the weights that drew the oldest token; None without any token."""
+        return int(self.versions[0]) if len(self) else None
+
     def append(
         self,
         tokens: np.ndarray,
@@ -75,8 +80,8 @@ class OpenGroup:
     @property
     def oldest_version(self) -> int | None:
         """The version of the weights that drew the oldest token; None without any token."""
-        versions = [int(response.versions[0]) for response in self.responses if len(response)]
-        return min(versions, default=None)
+        versions = [response.oldest_version for response in self.responses]
+        return min((v for v in versions if v is not None), default=None)
 
     def age(self, version: int) -> int:
         """Return how many steps have trained the weights since the oldest token was drawn.
@@ -169,20 +174,19 @@ class OpenGroups:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What a checkpoint has about one replica: its groups, and two counters of the ledger."""
+class Counters:
+    """The counters of the ledger: see Ledger."""
 
-    groups: list[OpenGroup]
     next_group: int
     num_dropped: int
 
 
-def to_bytes(groups: Sequence[OpenGroup], next_group: int, num_dropped: int) -> bytes:
+def to_bytes(groups: Sequence[OpenGroup], counters: Counters) -> bytes:
     """Return the content of a safetensors file with groups and the counters of the ledger."""
     responses = [response for group in groups for response in group.responses]
     with_candidates = [r.candidates for r in responses if r.candidates.size]
     tensors = {
-        "counters": torch.tensor([next_group, num_dropped]),
+        "counters": torch.tensor([counters.next_group, counters.num_dropped]),
         "groups": int64([[g.number, g.row, len(g.responses)] for g in groups]),
         "responses": int64([[r.seed, len(r), r.is_complete, r.is_truncated] for r in responses]),
         "tokens": joined([r.tokens for r in responses], np.int32),
@@ -193,7 +197,7 @@ def to_bytes(groups: Sequence[OpenGroup], next_group: int, num_dropped: int) -> 
     return safetensors.torch.save(tensors)
 
 
-def from_bytes(content: bytes) -> Saved:
+def from_bytes(content: bytes) -> tuple[Counters, list[OpenGroup]]:
     """Return what to_bytes() has written."""
     tensors = safetensors.torch.load(content)
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
@@ -217,7 +221,7 @@ def from_bytes(content: bytes) -> Saved:
     for number, row, num_responses in tensors["groups"].tolist():
         groups.append(OpenGroup(number, row, responses[:num_responses]))
         responses = responses[num_responses:]
-    return Saved(groups, *tensors["counters"].tolist())
+    return Counters(*tensors["counters"].tolist()), groups
 
 
 def int64(rows: list[list[int]]) -> Tensor:

@@ -86,6 +86,7 @@ class ContinuingRollout:
                 rollout.progress_label,
             )
             rollout.end_batch(is_closed_batch)
+            self.streams.forget()
             unfinished = [output_id(name) for i, name in enumerate(request_ids) if i not in reasons]
             rollout.llm.llm_engine.abort_request(unfinished)
             wait_for_last_step(rollout.llm.llm_engine)
@@ -127,7 +128,11 @@ class RandomStreams:
 
     def skip(self, request_ids: Sequence[str], num_drawn: Sequence[int]) -> None:
         """Let new requests skip the random numbers of this many tokens."""
-        self.num_skipped = {name: num for name, num in zip(request_ids, num_drawn) if num}
+        self.num_skipped |= {name: num for name, num in zip(request_ids, num_drawn) if num}
+
+    def forget(self) -> None:
+        """Forget the requests that were aborted before they have drawn a token."""
+        self.num_skipped.clear()
 
     def _before_sampling(self, sampler, args, kwargs) -> None:
         if not self.num_skipped:

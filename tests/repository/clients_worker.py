@@ -24,7 +24,8 @@ from engines.model.lengths import longest_sequence
 from engines.parallel import device
 from profiling import Profiler
 from rollout.drawing import Request
-from rollout.episodes.drawing import Director, EpisodeSampler, gateway_settings
+from rollout.episodes.director import Director
+from rollout.episodes.drawing import EpisodeSampler, gateway_settings
 from rollout.episodes.runner import EpisodeRunner
 from rollout.episodes.server import GatewayServer
 from rollout.samples import Samples

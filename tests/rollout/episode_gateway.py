@@ -55,6 +55,7 @@ class GatewayProcess:
         own_end, gateway_end = socket.socketpair()
         self.socket = own_end
         self.lines = own_end.makefile("r")
+        self.keys: tuple[str, ...] = ()
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "rollout.episodes.gateway", str(gateway_end.fileno())],
             pass_fds=[gateway_end.fileno()],
@@ -78,9 +79,8 @@ class GatewayProcess:
 
     def begin(self, *keys: str, max_turns=None, max_episode_tokens=None, **sampling) -> None:
         """Begin a draw anew."""
-        self.send({"end": True})
-        while "ended" not in self.receive():
-            pass
+        self.end(*self.keys)
+        self.keys = keys
         self.send(
             {
                 "begin": keys,
@@ -90,6 +90,12 @@ class GatewayProcess:
                 "max_episode_tokens": max_episode_tokens,
             }
         )
+
+    def end(self, *keys: str) -> None:
+        """Let the gateway forget keys."""
+        self.send({"end": keys, "number": 5})
+        while self.receive() != {"ended": 5}:
+            pass
 
     def post(self, path: str, key: str, body) -> httpx.Response:
         return self.client.post(path, json=body, headers={"Authorization": f"Bearer {key}"})

@@ -177,14 +177,42 @@ def test_unknown_key(gateway):
         assert response.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_end_of_draw(gateway):
-    """Open requests fail, and keys are forgotten."""
+def test_end_of_an_episode(gateway):
+    """Its open requests fail, and its key is forgotten. Other episodes go on."""
+    announce(gateway, "other")
     open_request = gateway.chat("key", HELLO)
     gateway.receive()
-    gateway.send({"end": True})
-    assert gateway.receive() == {"ended": True}
+    other_request = gateway.chat("other", HELLO)
+    request = gateway.receive()
+    gateway.end("key")
     assert open_request.result().status_code == 410
     assert gateway.post(CHAT, "key", {"messages": HELLO}).status_code == 401
+    gateway.answer(request, [5])
+    assert other_request.result().status_code == 200
+    assert gateway.receive()["episode"] == "other"
+    gateway.end("other")
+
+
+def test_episodes_with_different_terms(gateway):
+    """Those of a validation are played while others wait for the trainer."""
+    gateway.begin("key", max_turns=1)
+    announce(gateway, "validation")
+    open_request = gateway.chat("key", HELLO)
+    request = gateway.receive()
+    assert request["max_tokens"] == SAMPLING["max_tokens"]
+    for _ in range(2):
+        answer = gateway.chat("validation", HELLO)
+        validation_request = gateway.receive()
+        assert validation_request["max_tokens"] == 9
+        gateway.answer(validation_request, [5])
+        assert answer.result().status_code == 200
+        assert gateway.receive()["episode"] == "validation"
+    gateway.end("validation")
+    gateway.answer(request, [5])
+    assert open_request.result().status_code == 200
+    assert gateway.receive()["episode"] == "key"
+    assert limit_code(gateway.post(CHAT, "key", {"messages": HELLO})) == "max_turns"
+    assert gateway.receive() == {"episode": "key", "limit": "max_turns"}
 
 
 def limit_code(response: httpx.Response) -> str:
@@ -224,8 +252,7 @@ def test_max_episode_tokens(gateway, tokenizer):
 
 
 def test_errors_about_sampling_name_the_section_of_the_draw(gateway):
-    gateway.send({"end": True})
-    assert gateway.receive() == {"ended": True}
+    gateway.end("key")
     announce(gateway, "key")
     response = gateway.post(CHAT, "key", {"messages": HELLO, "temperature": 0.5})
     assert "differs from validation.temperature=1.0" in response.json()["error"]["message"]
@@ -266,8 +293,7 @@ def test_a_turn_that_waits_for_tokens_ends_with_the_draw(gateway):
     gateway.receive()
     waiting = generate(gateway, 10)
     wait([waiting], timeout=0.5)
-    gateway.send({"end": True})
-    assert gateway.receive() == {"ended": True}
+    gateway.end("key")
     assert first.result().status_code == 410
     assert waiting.result().status_code == 410
 
@@ -468,7 +494,7 @@ def test_client_that_disconnects(gateway):
     with socket.create_connection(("127.0.0.1", gateway.first["ready"]), SECONDS) as client:
         client.sendall(head.encode() + body)
         request = gateway.receive()
-    assert gateway.receive() == {"abort": request["id"]}
+    assert gateway.receive() == {"abort": request["id"], "episode": "key"}
     gateway.answer(request, [5, 1])
     gateway.chat("key", HELLO)
     assert gateway.receive()["id"] == request["id"] + 1
@@ -598,15 +624,15 @@ def test_the_trainer_does_not_wait_for_the_gateway_to_read(server):
     message = {"begin": [long_key], "sampling": SAMPLING, "section": "rollout", **limits}
     for _ in range(100):
         server.send(message)
-    server.send({"end": True})
+    server.send({"end": [long_key], "number": 7})
     assert server.receive(0.01) == []
     os.kill(server.process.pid, signal.SIGCONT)
-    assert receive_one(server) == {"ended": True}
+    assert receive_one(server) == {"ended": 7}
 
 
 def test_the_trainer_learns_that_the_gateway_has_ended(server):
     server.process.kill()
     server.process.wait()
-    server.send({"end": True})
+    server.send({"end": [], "number": 1})
     with pytest.raises(RuntimeError, match="the gateway of episodes ended by signal SIGKILL"):
         server.receive(1.0)

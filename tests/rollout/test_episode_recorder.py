@@ -10,9 +10,10 @@ from rollout.episodes.recorder import Episode, pack
 
 def sample(episode: Episode, prompt_ids: list[int], token_ids: list[int], is_cut=False) -> None:
     """Play a turn in which the model samples these tokens; token t has log-probability -t/8."""
-    turn = episode.begin(prompt_ids)
+    turn = episode.begin(prompt_ids, seed=0)
     ids = np.array(token_ids)
-    episode.end(turn, ids, -ids / 8, None, is_cut)
+    turn.response.append(ids, -ids / 8, None, version=0)
+    episode.end(turn, is_cut)
 
 
 def branches(episode: Episode) -> list[tuple[list[int], list[int]]]:
@@ -68,10 +69,11 @@ def test_the_same_prompt_again_begins_a_branch():
 
 def test_turns_at_the_same_time_have_branches_of_their_own():
     episode = Episode()
-    first = episode.begin([1, 2])
-    second = episode.begin([1, 2])
-    episode.end(second, np.array([5]), np.array([-1.0]), None, is_cut=False)
-    episode.end(first, np.array([4]), np.array([-1.0]), None, is_cut=False)
+    first = episode.begin([1, 2], seed=0)
+    second = episode.begin([1, 2], seed=1)
+    for turn, token in ((second, 5), (first, 4)):
+        turn.response.append(np.array([token]), np.array([-1.0]), None, version=0)
+        episode.end(turn, is_cut=False)
     assert branches(episode) == [([1, 2, 4], [0, 0, 1]), ([1, 2, 5], [0, 0, 1])]
 
 
@@ -84,8 +86,8 @@ def test_prompts_are_counted_one_by_one():
 def test_an_aborted_turn_leaves_nothing_to_train():
     episode = Episode()
     sample(episode, [1], [2])
-    episode.drop(episode.begin([1, 2, 3]))
-    episode.drop(episode.begin([8, 9]))
+    episode.drop(episode.begin([1, 2, 3], seed=0))
+    episode.drop(episode.begin([8, 9], seed=0))
     assert branches(episode) == [([1, 2], [0, 1])]
     sample(episode, [1, 2, 3], [4])
     assert branches(episode) == [([1, 2, 3, 4], [0, 1, 0, 1])]
@@ -115,7 +117,7 @@ def test_a_reward_is_at_the_last_token_of_the_last_turn():
 def test_a_reward_given_while_the_next_turn_runs_is_at_a_sampled_token():
     episode = Episode()
     sample(episode, [1], [2, 3])
-    aborted = episode.begin([1, 2, 3, 4, 5])
+    aborted = episode.begin([1, 2, 3, 4, 5], seed=0)
     episode.reward(0.5)
     episode.drop(aborted)
     episode.reward(0.25)
@@ -143,10 +145,11 @@ def test_branches_are_packed_end_to_end():
 
 def test_candidates_stand_at_sampled_tokens():
     episode = Episode()
-    turn = episode.begin([1, 2])
+    turn = episode.begin([1, 2], seed=0)
     candidates = np.array([[3, 3, 4], [5, 6, 5]])
     log_probs = np.log([0.75, 0.4])
-    episode.end(turn, candidates[:, 0], log_probs, candidates, is_cut=False)
+    turn.response.append(candidates[:, 0], log_probs, candidates, version=0)
+    episode.end(turn, is_cut=False)
     sample_with_candidates = pack(episode.branches, num_candidates=2).fields["candidate_ids"]
     none = [-1, -1, -1]
     assert sample_with_candidates.tolist() == [none, none, [3, 3, 4], [5, 6, 5]]

@@ -233,8 +233,9 @@ def play(family: Family, chat: ChatTokenizer) -> Recorded:
         prompt = session.prompt(messages, inputs)
         text = family.call if is_call else family.answer
         ids = chat.tokenize(text).ids
-        turn = episode.begin(prompt.ids)
-        episode.end(turn, np.array(ids), np.zeros(len(ids)), candidates=None, is_cut=False)
+        turn = episode.begin(prompt.ids, seed=0)
+        turn.response.append(np.array(ids), np.zeros(len(ids)), None, version=0)
+        episode.end(turn, is_cut=False)
         without_end = chat.decode(ids[:-1])
         reply = parser.parse(without_end, ids, len(prompt.ids), [TOOL], inputs.arguments)
         assert (reply.num_tool_calls, reply.num_tool_errors) == (int(is_call), 0)

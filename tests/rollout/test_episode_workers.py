@@ -16,7 +16,8 @@ import pytest
 from transformers.utils import get_json_schema
 
 from config import InputError, load
-from rollout.episodes.runner import EpisodeRunner, Limit
+from rollout.episodes.jobs import Limit
+from rollout.episodes.runner import EpisodeRunner
 from rollout.episodes.schemas import SchemaError, tool_schema
 from rollout.grading.grader import Reward
 from tests.data.chat_templates import CONTROL, QWEN2, make_tokenizer
@@ -590,7 +591,7 @@ def test_episodes_talk_to_the_gateway(make, file, tmp_path):
     rows = [{"turns": turns, "token_ids": reply_ids} for turns in (1, 2, 3)]
     with closing(make(f"{file}:talk")) as runner:
         results = runner.play(rows, url, new_key)
-    gateway.send({"end": True})
+    gateway.send({"end": [], "number": 0})
     thread.join()
     assert gateway.close() == 0
     log_probs = -0.5 * len(reply_ids)

@@ -13,9 +13,17 @@ from hypothesis import given, settings, strategies as st
 from omegaconf import OmegaConf
 
 from config import InputError
-from rollout.partial.drawing import check_can_continue, deal
-from rollout.partial.groups import OpenGroup, OpenGroups, OpenResponse, from_bytes, to_bytes
+from rollout.partial.drawing import deal
+from rollout.partial.groups import (
+    Counters,
+    OpenGroup,
+    OpenGroups,
+    OpenResponse,
+    from_bytes,
+    to_bytes,
+)
 from rollout.partial.ledger import Ledger, divide_evenly
+from rollout.partial.responses import check_can_continue
 
 
 @dataclass
@@ -207,10 +215,11 @@ def make_groups(num_candidates: int) -> list[OpenGroup]:
 @pytest.mark.parametrize("num_candidates", [0, 3])
 def test_groups_are_saved_and_loaded(num_candidates):
     groups = make_groups(num_candidates)
-    saved = from_bytes(to_bytes(groups, next_group=12, num_dropped=1))
-    assert (saved.next_group, saved.num_dropped) == (12, 1)
-    assert to_bytes(saved.groups, 12, 1) == to_bytes(groups, 12, 1)
-    for loaded, original in zip(saved.groups, groups, strict=True):
+    content = to_bytes(groups, Counters(12, 1))
+    counters, saved = from_bytes(content)
+    assert counters == Counters(next_group=12, num_dropped=1)
+    assert to_bytes(saved, counters) == content
+    for loaded, original in zip(saved, groups, strict=True):
         assert (loaded.number, loaded.row) == (original.number, original.row)
         for one, other in zip(loaded.responses, original.responses, strict=True):
             assert one.seed == other.seed
@@ -221,7 +230,7 @@ def test_groups_are_saved_and_loaded(num_candidates):
             assert one.is_complete == other.is_complete
             assert one.is_truncated == other.is_truncated
     # A response that was loaded can go on.
-    response = saved.groups[1].responses[0]
+    response = saved[1].responses[0]
     token = np.ones(1, np.int32)
     candidates = np.ones((1, num_candidates), np.int32) if num_candidates else None
     response.append(token, token.astype(np.float32), candidates, 6)
@@ -242,7 +251,7 @@ def test_groups_are_saved_and_loaded(num_candidates):
 def test_loaded_responses_have_to_fit_the_settings(num_candidates, changes, wrong):
     """The longest response has five tokens and is complete."""
     columns = num_candidates + 1 if num_candidates else 0
-    groups = from_bytes(to_bytes(make_groups(columns), 12, 1)).groups
+    _, groups = from_bytes(to_bytes(make_groups(columns), Counters(12, 1)))
     sampling = OmegaConf.create({"max_tokens": 9, "top_k": num_candidates, **changes})
     outcome = pytest.raises(InputError, match=wrong) if wrong else nullcontext()
     with outcome:
@@ -257,9 +266,7 @@ def test_a_loaded_response_needs_room_for_another_token():
 
 
 def test_no_group_at_all_is_saved_and_loaded():
-    saved = from_bytes(to_bytes([], next_group=3, num_dropped=0))
-    assert saved.groups == []
-    assert saved.next_group == 3
+    assert from_bytes(to_bytes([], Counters(3, 0))) == (Counters(3, 0), [])
 
 
 def test_groups_are_dealt_to_another_number_of_replicas():
