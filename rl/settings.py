@@ -178,11 +178,6 @@ def check_partial(config: DictConfig) -> None:
             "algorithm.rollout_is=token (or sequence) to correct for them, or "
             "rollout.partial.require_correction=false to train without a correction"
         )
-    if rollout.stop:
-        raise InputError(
-            f"{partial} does not work with rollout.stop={list(rollout.stop)}: a text that ends a "
-            "response could be drawn in two steps. Leave out one of the two"
-        )
     drafter = mtp.drafter(config)
     if drafter:
         key = "model.mtp.enable_rollout" if drafter == "mtp" else f"rollout.speculative={drafter}"

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from rollout.episodes.jobs import EndedEpisode, EpisodeResult
 from rollout.episodes.recorder import Episode, Turn
 from rollout.responses import Responses
-from rollout.vllm.continuing import RandomStreams, report_every_token
+from rollout.vllm.continuing import RandomStreams, continue_texts, report_every_token
 from rollout.vllm.engine import Rollout
 from rollout.vllm.generation import output_id, read_output, wait_for_last_step
 from rollout.vllm.sampling import (
@@ -304,14 +304,17 @@ class EpisodeLoop:
             )
             prompts.append([*request.prompt_ids, *response.tokens.tolist()])
             params.append(self.rollout.sampling_params(sampling, response.seed))
-        if self.streams and not self.is_closed_batch:
-            report_every_token(params)
         internal_ids = self.rollout.enqueue(prompts, params)
         for internal_id, request in zip(internal_ids, requests, strict=True):
             request.internal_id = internal_id
             self.running[output_id(internal_id)] = request
         if self.streams:
-            self.streams.skip(internal_ids, [request.num_drawn for request in requests])
+            num_drawn = [request.num_drawn for request in requests]
+            self.streams.skip(internal_ids, num_drawn)
+            engine = self.rollout.llm.llm_engine
+            if not self.is_closed_batch:
+                report_every_token(engine, internal_ids)
+            continue_texts(engine, internal_ids, prompts, num_drawn, params)
 
     def finish(self, outputs: list) -> int:
         """Record what vLLM has drawn. Returns the number of turns that have ended."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from omegaconf import DictConfig
@@ -73,10 +74,11 @@ class ContinuingRollout:
         responses = Responses(len(prompts), sampling.max_tokens, num_candidates)
         with preserved_random_state():
             is_closed_batch = rollout.begin_batch(responses, params)
-            if not is_closed_batch:
-                report_every_token(params)
             request_ids = rollout.enqueue(prompts, params, image_prompts)
+            if not is_closed_batch:
+                report_every_token(rollout.llm.llm_engine, request_ids)
             self.streams.skip(request_ids, num_drawn)
+            continue_texts(rollout.llm.llm_engine, request_ids, prompts, num_drawn, params)
             reasons, self.num_steps = step_requests(
                 rollout.llm.llm_engine,
                 request_ids,
@@ -93,12 +95,49 @@ class ContinuingRollout:
         return responses, reasons
 
 
-def report_every_token(params: list) -> None:
+def report_every_token(llm_engine, request_ids: Sequence[str]) -> None:
     """Let vLLM's own scheduler report new tokens after every step, not only at the end."""
     from vllm.sampling_params import RequestOutputKind
 
-    for request_params in params:
-        request_params.output_kind = RequestOutputKind.DELTA
+    # vLLM-private: LLM.enqueue() sets the output_kind of all parameters to FINAL_ONLY.
+    for request_id in request_ids:
+        state = llm_engine.output_processor.request_states[request_id]
+        state.output_kind = RequestOutputKind.DELTA
+
+
+def continue_texts(
+    llm_engine,
+    request_ids: Sequence[str],
+    prompts: Sequence[list[int]],
+    num_drawn: Sequence[int],
+    params: Sequence,
+) -> None:
+    """Let vLLM look for stop strings in whole responses, not only in their new parts.
+
+    Args:
+        prompts: each prompt, followed by the tokens that its response has already.
+        num_drawn: the number of these tokens.
+        params: vLLM's SamplingParams of each request.
+    """
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    # vLLM-private: no method gives a request the first tokens of its response.
+    processor = llm_engine.output_processor
+    for request_id, prompt, num_tokens, request_params in zip(
+        request_ids, prompts, num_drawn, params, strict=True
+    ):
+        if not num_tokens or not request_params.stop:
+            continue
+        start = len(prompt) - num_tokens
+        request = SimpleNamespace(
+            request_id=request_id,
+            prompt_token_ids=prompt[:start],
+            prompt_embeds=None,
+            sampling_params=request_params,
+        )
+        detokenizer = IncrementalDetokenizer.from_new_request(processor.tokenizer, request)
+        detokenizer.update(prompt[start:], stop_terminated=False)
+        processor.request_states[request_id].detokenizer = detokenizer
 
 
 class RandomStreams:

@@ -1,6 +1,7 @@
 """train_ppo.py with rollout.partial: the same texts in other steps, and a kill changes nothing."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -36,7 +37,7 @@ def assets(tmp_path_factory):
     # vLLM has no attention on CPUs for heads of less than 32 numbers.
     make_model(directory / "model", "qwen3", num_hidden_layers=2, head_dim=32, **shape)
     tokenizer.save_pretrained(directory / "model")
-    end_ids = list(range(tokenizer.eos_token_id, vocab_size, 10))
+    end_ids = list(range(tokenizer.eos_token_id % 10, vocab_size, 10))
     generation = {"eos_token_id": end_ids}
     (directory / "model" / "generation_config.json").write_text(json.dumps(generation))
     (directory / "reward.py").write_text(REWARD)
@@ -68,21 +69,26 @@ def arguments(assets, out, *more):
     ]
 
 
+def samples_of_step(out, step: int) -> list[dict]:
+    lines = (out / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def samples(out) -> list[dict]:
+    return sum((samples_of_step(out, step) for step in range(1, NUM_STEPS + 1)), [])
+
+
 def texts(out) -> dict[str, list[str]]:
     """Return the responses to every prompt of a run."""
     responses: dict[str, list[str]] = {}
-    for step in range(1, NUM_STEPS + 1):
-        for line in (out / "rollouts" / f"step_{step}.jsonl").read_text().splitlines():
-            sample = json.loads(line)
-            responses.setdefault(sample["prompt"], []).append(sample["response"])
+    for sample in samples(out):
+        responses.setdefault(sample["prompt"], []).append(sample["response"])
     return {prompt: sorted(own) for prompt, own in responses.items()}
 
 
 def ages(out) -> list[int]:
     """Return the age of every response of a run."""
-    files = [out / "rollouts" / f"step_{step}.jsonl" for step in range(1, NUM_STEPS + 1)]
-    lines = [line for file in files for line in file.read_text().splitlines()]
-    return [json.loads(line)["age"] for line in lines]
+    return [sample["age"] for sample in samples(out)]
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +153,80 @@ def test_responses_to_pictures_continue(picture_assets, tmp_path):
     assert max(line["rollout_corr/log_prob_gap"] for line in lines) < 1e-5
     assert min(line["rollout_corr/effective_sample_size"] for line in lines) > 0.9999
     assert texts(partial) == texts(plain)
+
+
+@pytest.fixture(scope="module")
+def ascii_assets(assets, tmp_path_factory):
+    """The same model with a tokenizer whose tokens are all ASCII, so that every text is valid."""
+    directory = tmp_path_factory.mktemp("ascii")
+    shutil.copytree(assets, directory, dirs_exist_ok=True)
+    file = directory / "model" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    white_space = {"\u0120", "\u010a"}  # the space and the line break, which prompts have
+    content["model"]["vocab"] = {
+        name if name.isascii() or name in white_space else f"<{i}>": i
+        for name, i in vocabulary.items()
+    }
+    file.write_text(json.dumps(content))
+    return directory
+
+
+def test_responses_end_at_texts_that_two_steps_have_drawn(ascii_assets, tmp_path):
+    """The text that ends a response is all of it, except its first two and its last two tokens."""
+    plain = tmp_path / "plain"
+    run([sys.executable, "train_ppo.py", *arguments(ascii_assets, plain)])
+    ends = {}
+    for sample in samples(plain):
+        tokens = re.findall(r"<\d+>|.", sample["response"])
+        # The texts here lack special tokens, and those that vLLM searches have them.
+        is_whole = len(tokens) == sample["length"]
+        if len(tokens) > 8 and is_whole and sample["response"].isprintable():
+            ends[sample["response"]] = End(tokens[:-2])
+    assert len(ends) > 10
+    out = tmp_path / "out"
+    setting = f"rollout.stop={json.dumps([end.stop for end in ends.values()])}"
+    run([sys.executable, "train_ppo.py", *arguments(ascii_assets, out, *PARTIAL, setting)])
+    expected = []
+    for prompt, wholes in texts(plain).items():
+        expected += [(prompt, ends[text].text if text in ends else text) for text in wholes]
+    drawn = [(sample["prompt"], sample["response"]) for sample in samples(out)]
+    assert sorted(drawn) == sorted(expected)
+    # A text is cut before its stop string, also if vLLM has not seen it. The tokens are not.
+    expected_lengths = {(end.text, end.length) for end in ends.values()}
+    lengths = {(sample["response"], sample["length"]) for sample in samples(out)}
+    assert expected_lengths <= lengths
+    assert num_interrupted_tokens(out) > 10
+    assert max(line["rollout_corr/log_prob_gap"] for line in metrics(out)) < 1e-5
+
+
+def num_interrupted_tokens(out) -> float:
+    """Return how many tokens current weights have drawn in responses that older ones began."""
+    num_tokens = 0.0
+    for line, step in zip(metrics(out), range(1, NUM_STEPS + 1), strict=True):
+        own = samples_of_step(out, step)
+        share_of_old = line["partial/age_1/tokens"]
+        num_tokens += sum(sample["length"] for sample in own if sample["age"])
+        num_tokens -= share_of_old * sum(sample["length"] for sample in own)
+    return num_tokens
+
+
+class End:
+    """The end of a response at a stop string.
+
+    Args:
+        tokens: the texts of its tokens. All but the first two are the stop string.
+
+    Attributes:
+        stop: the stop string.
+        text: the text before it.
+        length: the number of tokens with it.
+    """
+
+    def __init__(self, tokens: list[str]):
+        self.stop = "".join(tokens[2:])
+        self.text = "".join(tokens[:2])
+        self.length = len(tokens)
 
 
 LEARNING = [

@@ -119,14 +119,6 @@ CONTRADICTIONS = {
         [*PARTIAL, "rollout.partial.max_staleness=0", "rollout.partial.oversample=1.5"],
         "does nothing without rollout.partial.max_staleness above 0",
     ),
-    "responses that continue beside episodes": (
-        [*PARTIAL, "rollout.episode=my.py:play", "rollout.max_episode_tokens=100"],
-        "does not work with rollout.episode=my.py:play yet",
-    ),
-    "responses that continue and end with a text": (
-        [*PARTIAL, "rollout.stop=[x]"],
-        "does not work with rollout.stop=['x']",
-    ),
     "responses that continue and are drafted": (
         [*PARTIAL, "rollout.speculative=ngram"],
         "does not work with rollout.speculative=ngram",
@@ -166,6 +158,8 @@ def test_contradictions_are_input_errors(what):
         ["reference.path=there", "algorithm.use_kl_in_reward=true"],
         [FILTER, "rollout.n=2"],
         PARTIAL,
+        [*PARTIAL, "rollout.stop=[x]"],
+        [*PARTIAL, "rollout.episode=my.py:play", "rollout.max_episode_tokens=2048"],
         ["rollout.partial.enable=true", "rollout.partial.require_correction=false"],
         ["validation.n=4", "validation.temperature=1", VAL_FILES],
         ["validation.stop=[x]", "data.val_size=0.1"],
