@@ -91,13 +91,14 @@ class Episode:
         branches: in the order in which they began.
         is_truncated: whether the turn that ended last was cut off.
         num_turns: the turns that have begun.
+        open_turns: those that have not ended, with the tokens that they have so far.
     """
 
     def __init__(self):
         self.branches: list[Branch] = []
         self.is_truncated = False
         self.num_turns = 0
-        self._open_turns: list[Turn] = []
+        self.open_turns: list[Turn] = []
         self._num_asked: dict[tuple[int, ...], int] = {}
         # Where the turn that ended last has its last token.
         self._last: tuple[Branch, int] | None = None
@@ -125,7 +126,7 @@ class Episode:
         branch.read(prompt_ids)
         branch.is_open = True
         turn = Turn(branch, start, OpenResponse(seed))
-        self._open_turns.append(turn)
+        self.open_turns.append(turn)
         return turn
 
     def end(self, turn: Turn, is_cut: bool) -> None:
@@ -158,7 +159,7 @@ class Episode:
         self._forget_open(turn)
 
     def _forget_open(self, turn: Turn) -> None:
-        self._open_turns = [other for other in self._open_turns if other is not turn]
+        self.open_turns = [other for other in self.open_turns if other is not turn]
 
     def reward(self, value: float) -> None:
         """Give a reward at the last token of the turn that ended last.
@@ -184,8 +185,8 @@ class Episode:
     def oldest_version(self) -> int | None:
         """The version of the weights that sampled the oldest token; None without any token."""
         versions = [branch.versions[0] for branch in self.branches if branch.versions]
-        in_open_turns = [turn.response.oldest_version for turn in self._open_turns]
-        versions += [version for version in in_open_turns if version is not None]
+        inopen_turns = [turn.response.oldest_version for turn in self.open_turns]
+        versions += [version for version in inopen_turns if version is not None]
         return min(versions, default=None)
 
 

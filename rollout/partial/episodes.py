@@ -14,6 +14,7 @@ from typing import NamedTuple
 import safetensors.torch
 import torch
 
+from config import InputError
 from rollout.episodes.director import Cast
 from rollout.episodes.drawing import EpisodeSampler, Played
 from rollout.episodes.stepping import EpisodeLoop, Playing
@@ -154,6 +155,11 @@ class PartialEpisodes(PartialSampler):
 
     def from_bytes(self, content: bytes) -> tuple[Counters, list[SavedGroup]]:
         tensors = safetensors.torch.load(content)
+        if "episodes" not in tensors:
+            raise InputError(
+                f"rollout.episode={self.config.rollout.episode}, but the checkpoint has responses "
+                "of a single turn that are not trained yet: set rollout.episode=null"
+            )
         groups = [SavedGroup(*values) for values in tensors["episodes"].tolist()]
         return Counters(*tensors["counters"].tolist()), groups
 

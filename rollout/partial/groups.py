@@ -11,6 +11,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from config import InputError
+
 
 @dataclass
 class OpenResponse:
@@ -198,8 +200,16 @@ def to_bytes(groups: Sequence[OpenGroup], counters: Counters) -> bytes:
 
 
 def from_bytes(content: bytes) -> tuple[Counters, list[OpenGroup]]:
-    """Return what to_bytes() has written."""
+    """Return what to_bytes() has written.
+
+    Raises InputError if it is a checkpoint of episodes.
+    """
     tensors = safetensors.torch.load(content)
+    if "responses" not in tensors:
+        raise InputError(
+            "rollout.episode=null, but the checkpoint has episodes that are not trained yet: set "
+            "the rollout.episode that they belong to"
+        )
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     responses = []
     start = 0

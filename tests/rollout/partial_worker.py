@@ -1,12 +1,14 @@
 """Train with responses that continue under other weights, and write down what each step has used.
 
-    torchrun --nproc-per-node N tests/rollout/partial_worker.py FOLDER TP
+    torchrun --nproc-per-node N tests/rollout/partial_worker.py FOLDER TP KIND
 
-Reads the model in FOLDER/tied; writes FOLDER/partial.pt: a list with an entry per step.
+KIND is responses or episodes. Reads the model in FOLDER/tied; writes FOLDER/partial.pt: a list with
+an entry per step.
 """
 
 import sys
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +19,9 @@ from engines.parallel import device
 from examples.arithmetic import make_tokenizer
 from profiling import Profiler
 from rl.roles import Roles
+from rollout.episodes.runner import EpisodeRunner
 from rollout.grading.grader import Grader
+from rollout.partial.groups import OpenGroup, OpenResponse
 from rollout.samples import Samples
 from rollout.sharing import Share
 from tests.rollout.launches import Launch, make_config, make_prompts
@@ -49,20 +53,52 @@ SETTINGS = [
     "reward.num_workers=1",
     "reward.max_failure_rate=0",
 ]
+SETTINGS_OF_EPISODES = [
+    "rollout.max_episode_tokens=400",
+    "rollout.max_tokens=300",
+    "rollout.episode_workers=1",
+    "data.max_tokens_per_micro_batch=800",
+]
 
 
-def main(folder: Path, tp: int) -> None:
+class PromptsOfEpisodes(FixedPrompts):
+    """The same prompts, as rows for the agent: one has a slow tool, another a single long turn."""
+
+    def __init__(self):
+        super().__init__()
+        prompts = []
+        for i, prompt in enumerate(self.prompts):
+            row = {"ids": prompt.input_ids, "turns": 3, "max_tokens": 40, "seconds": 0.0}
+            if i == 2:
+                row["seconds"] = 1.0
+            if i == 4:
+                row |= {"turns": 1, "max_tokens": 300}
+            prompts.append(replace(prompt, row=row))
+        self.prompts = prompts
+
+
+def main(folder: Path, tp: int, kind: str) -> None:
     this_device = device.init()
-    settings = [*SETTINGS, f"reward.function={folder}/partial_reward.py:score"]
+    if kind == "episodes":
+        dataset = PromptsOfEpisodes()
+        settings = [*SETTINGS, *SETTINGS_OF_EPISODES]
+        settings.append(f"rollout.episode={folder}/partial_agent.py:play")
+        start_grader = EpisodeRunner
+    else:
+        dataset = FixedPrompts()
+        settings = [*SETTINGS, f"reward.function={folder}/partial_reward.py:score"]
+        start_grader = Grader
     config = make_config(folder, Launch(dist.get_world_size(), "tied", tp), *settings)
-    dataset = FixedPrompts()
     dataset.image_store = None
     steps = []
-    with closing(Grader(config)) as grader:
+    with closing(start_grader(config)) as grader:
         roles = Roles(config, this_device, make_tokenizer(), grader, Profiler(), NUM_STEPS)
         roles.start_rollout()
         for step in range(NUM_STEPS):
             steps.append(run_step(roles, dataset, step))
+    # What continues has more tokens now than at the end of its step.
+    for step in steps:
+        step["open"] = sum(gather([turn.as_dict() for turn in step["open"]]), [])
     if dist.get_rank() == 0:
         torch.save(steps, folder / "partial.pt")
     dist.barrier()
@@ -73,8 +109,8 @@ def main(folder: Path, tp: int) -> None:
 def run_step(roles: Roles, dataset: FixedPrompts, step: int) -> dict:
     """Do what train_ppo.py does in a step. step: from 0.
 
-    Returns the weights before the update, the responses and the groups that continue, of all ranks,
-    and metrics.
+    Returns the weights before the update, the responses of all ranks, the turns of this rank that
+    continue, and metrics.
     """
     weights = {name: weight.clone() for name, weight in roles.actor.export_weights()}
     roles.wake()
@@ -88,7 +124,7 @@ def run_step(roles: Roles, dataset: FixedPrompts, step: int) -> dict:
     return {
         "weights": weights,
         "responses": sum(gather(trained_responses(samples, share)), []),
-        "open": sum(gather([open_group(group) for group in groups]), []),
+        "open": sum(map(open_turns, groups), []),
         "metrics": metrics,
     }
 
@@ -108,15 +144,33 @@ def rows_of_batch(batch: int):
     return global_batch(NUM_ROWS, BATCH_SIZE, SEED, batch)
 
 
-def open_group(group) -> dict:
-    """Return the responses of a group that continues."""
-    return {
-        "prompt": make_prompts(NUM_ROWS)[group.row],
-        "seeds": [response.seed for response in group.responses],
-        "tokens": [response.tokens.tolist() for response in group.responses],
-        "versions": [response.versions.tolist() for response in group.responses],
-    }
+@dataclass(frozen=True)
+class OpenTurn:
+    """A response, or a turn of an episode, that was not complete at the end of a step."""
+
+    prompt: list[int]
+    response: OpenResponse
+
+    def as_dict(self) -> dict:
+        return {
+            "prompt": self.prompt,
+            "seed": self.response.seed,
+            "tokens": self.response.tokens.tolist(),
+            "versions": self.response.versions.tolist(),
+        }
+
+
+def open_turns(group: OpenGroup) -> list[OpenTurn]:
+    """Return what a group has begun to draw: its responses, or the open turns of its episodes."""
+    turns = []
+    for member in group.responses:
+        if isinstance(member, OpenResponse):
+            turns.append(OpenTurn(make_prompts(NUM_ROWS)[group.row], member))
+        else:
+            for turn in member.playing.episode.open_turns:
+                turns.append(OpenTurn(list(turn.branch.token_ids), turn.response))
+    return turns
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

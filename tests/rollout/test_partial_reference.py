@@ -23,16 +23,40 @@ def score(response):
 """
 
 
+# The agent adds two tokens after each turn.
+AGENT = """
+import asyncio
+
+async def play(row, llm):
+    ids = row["ids"]
+    for turn in range(row["turns"]):
+        reply = await llm.generate(ids, max_tokens=row["max_tokens"])
+        ids = ids + reply.token_ids + [20, 21]
+        await asyncio.sleep(row["seconds"])
+    return float(len(ids) % 5)
+"""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def vllm_kernels():
     current_platform.import_kernels()
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (2, 2), (2, 1)], ids=["one rank", "tp", "replicas"])
+LAUNCHES = {
+    "one rank": (1, 1, "responses"),
+    "tp": (2, 2, "responses"),
+    "replicas": (2, 1, "responses"),
+    "episodes": (1, 1, "episodes"),
+    "episodes, tp": (2, 2, "episodes"),
+}
+
+
+@pytest.fixture(scope="module", params=LAUNCHES.values(), ids=LAUNCHES)
 def steps(request, rollout_folder) -> list[dict]:
-    num_ranks, tp = request.param
+    num_ranks, tp, kind = request.param
     (rollout_folder / "partial_reward.py").write_text(REWARD)
-    launch(num_ranks, "tests/rollout/partial_worker.py", rollout_folder, tp)
+    (rollout_folder / "partial_agent.py").write_text(AGENT)
+    launch(num_ranks, "tests/rollout/partial_worker.py", rollout_folder, tp, kind)
     return torch.load(rollout_folder / "partial.pt")
 
 
@@ -83,10 +107,9 @@ def test_tokens_are_drawn_with_the_next_random_number_of_their_response(steps, m
     """Whichever weights draw them."""
     num_mixed = 0
     for step in steps:
-        for group in step["open"]:
-            for seed, tokens, versions in zip(group["seeds"], group["tokens"], group["versions"]):
-                num_mixed += len(set(versions)) > 1
-                assert redraw(model_of, group["prompt"], seed, tokens, versions) == tokens
+        for response in step["open"]:
+            num_mixed += len(set(response["versions"])) > 1
+            assert redraw(model_of, **response) == response["tokens"]
     assert num_mixed > 0
 
 

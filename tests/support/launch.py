@@ -65,7 +65,7 @@ ROLLOUT = (
 MEGATRON = (*TRAINING, "engines.megatron.engine")
 GENERATES = re.compile(
     r"train_ppo|examples/loop|rollout\.episodes\.try|engines\.check|"
-    r"/(rollout|rollout_images|episodes|scheduler|speculation|adapters)_worker|"
+    r"/(rollout|rollout_images|episodes|partial|scheduler|speculation|adapters)_worker|"
     r"/(episodes_gpu|generation_profile|speculative_h200|weight_sync_h200)"
 )
 # On a machine with a GPU, importing torch starts threads, which a fork would lack.
