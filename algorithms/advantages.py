@@ -10,6 +10,8 @@ Every rank knows these numbers of all n responses of the step:
     lengths   [n] int64: response tokens
     baseline  [n] fp32: the score of the greedy response to the same prompt
     group     [n] int64: the prompt of each response; any numbers, groups of any size
+    parts     {name: [n] fp32}: the named parts of the scores
+    part_weights  {name: float}: the weight of each part in the score
 
 An estimator that names only these returns (advantages, returns), each [n] fp32; they hold for every
 token of the response.
@@ -31,12 +33,14 @@ rewards and 0 outside the mask.
 gamma and lam are the discount and the lambda of Schulman's lambda-return; both are 1 by default.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from algorithms.packed import Total, next_in_sequence, sum_by_sequence, sum_to_go, whiten
+from algorithms.pass_at_k import mean_gain
 
 AdvantagesAndReturns = tuple[Tensor, Tensor]
 
@@ -146,11 +150,104 @@ def remax(
     return advantages.to(rewards.dtype), to_go.to(rewards.dtype)
 
 
+def opo(outcome: Tensor, group: Tensor, lengths: Tensor, **_) -> AdvantagesAndReturns:
+    """OPO (Hao et al. 2025): the baseline that minimizes the variance of the gradient, if a
+    response's squared gradient is proportional to its length.
+
+    outcome - sum(length * outcome) / sum(length), both over the group. In a group of one the
+    advantage is 0. The returns are the outcomes.
+    """
+    groups = _group_statistics(outcome, group)
+    weights = lengths.double()
+    # Deviations from the mean, so that equal outcomes give exactly 0.
+    weighted = sum_by_sequence(groups.deviation * weights, groups.index, len(group))
+    total = sum_by_sequence(weights, groups.index, len(group)).clamp(min=1)
+    advantages = groups.deviation - (weighted / total)[groups.index]
+    return advantages.to(outcome.dtype), outcome
+
+
+def max_rl(outcome: Tensor, group: Tensor, **_) -> AdvantagesAndReturns:
+    """Maximum likelihood reinforcement learning (Tajwar et al. 2026).
+
+    (outcome - mean) / (mean + 1e-6), both over the group; 0 in a group of one. With outcomes of 0
+    and 1, the expected gradient is that of the log-likelihood of a right answer, cut off after as
+    many terms as the group has responses. The returns are the outcomes.
+
+    Raises ValueError for a negative outcome, with which the mean could be 0 or negative.
+    """
+    if (outcome < 0).any():
+        raise ValueError(
+            f"algorithm.adv_estimator=max_rl needs rewards of 0 or more, but one is {outcome.min()}"
+        )
+    groups = _group_statistics(outcome, group)
+    mean = outcome.double() - groups.deviation
+    # In a group of one the deviation is 0, and with a mean of 0 all outcomes are 0.
+    advantages = groups.deviation / (mean + 1e-6)
+    return advantages.to(outcome.dtype), outcome
+
+
+def max_at_k(outcome: Tensor, group: Tensor, *, k: int, **_) -> AdvantagesAndReturns:
+    """The policy gradient of max@k (Walder and Karkhanis 2025), which is that of pass@k if outcomes
+    are 0 and 1.
+
+    max@k is the expected maximum of the outcomes of k responses. The advantage is k times the
+    amount by which a response raises the maximum of k - 1 others, as a mean over all choices of the
+    others in its group: k E[max(0, outcome - max of k - 1 others)]. It is never negative. The
+    returns are the outcomes.
+
+    Args:
+        k: at least 2. In a group of fewer than k responses the advantage is 0.
+    """
+    if k < 2:
+        raise ValueError(f"algorithm.adv_kwargs.k={k} must be 2 or more: with 1 it is rloo")
+    advantages = torch.zeros(len(group), dtype=torch.float64)
+    for number in group.unique():
+        members = (group == number).nonzero()[:, 0]
+        advantages[members] = k * mean_gain(outcome[members].double(), k)
+    return advantages.to(outcome.dtype), outcome
+
+
+def lite_ppo(outcome: Tensor, group: Tensor, **_) -> AdvantagesAndReturns:
+    """GRPO with the standard deviation of the whole batch (Lite PPO, Liu et al. 2025).
+
+    (outcome - mean of the group) / (unbiased standard deviation of all outcomes + 1e-6); 0 in a
+    group of one. TRL calls it scale_rewards="batch". The returns are the outcomes.
+    """
+    groups = _group_statistics(outcome, group)
+    if len(outcome) < 2:
+        return groups.deviation.to(outcome.dtype), outcome
+    advantages = groups.deviation / (outcome.double().std() + 1e-6)
+    return advantages.to(outcome.dtype), outcome
+
+
+def gdpo(
+    parts: Mapping[str, Tensor], part_weights: Mapping[str, float], group: Tensor, **_
+) -> AdvantagesAndReturns:
+    """GDPO (Liu et al. 2026): each named part of the reward is normalized by itself.
+
+    The sum of weight * grpo(part), then whitened over all responses. So a part counts by its
+    weight, however widely it is spread. The returns are the weighted sums of the parts.
+    """
+    advantages = torch.zeros(len(group), dtype=torch.float64)
+    returns = torch.zeros(len(group), dtype=torch.float64)
+    for name, part in parts.items():
+        normalized, _ = grpo(part.double(), group)
+        advantages += part_weights[name] * normalized
+        returns += part_weights[name] * part.double()
+    whitened = whiten(advantages, torch.ones_like(advantages))
+    return whitened.float(), returns.float()
+
+
 ADVANTAGES = {
     "gae": gae,
     "grpo": grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
+    "opo": opo,
+    "max_rl": max_rl,
+    "max_at_k": max_at_k,
+    "lite_ppo": lite_ppo,
+    "gdpo": gdpo,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,

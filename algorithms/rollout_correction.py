@@ -25,20 +25,26 @@ def correction_weights(
     *,
     level: str,
     threshold: float,
+    lower: float = 0.0,
 ) -> Tensor:
-    """Return truncated importance weights min(ratio, threshold) for the losses (Ionides 2008).
+    """Return importance weights for the losses.
 
     Args:
-        level: "token" takes each token's ratio; "sequence" takes the product over the sequence, on
-            all of its tokens.
+        level: "token" takes each token's ratio, and "sequence" the product over the sequence, on
+            all of its tokens; both are truncated, min(ratio, threshold) (Ionides 2008). "icepop"
+            (Ling Team 2025) takes each token's ratio where it is in [lower, threshold], and 0
+            elsewhere. Unlike those that keep_mask() rejects, these tokens stay in the denominators.
 
     Returns:
         [T] fp32; 0 outside the mask.
     """
-    if level not in ("token", "sequence"):
-        raise ValueError(f"level must be 'token' or 'sequence', not {level!r}")
+    if level not in ("token", "sequence", "icepop"):
+        raise ValueError(f"level must be 'token', 'sequence' or 'icepop', not {level!r}")
     log_ratios = log_ratio(old_log_probs, rollout_log_probs, mask).detach()
     ratio = _ratio_at(level, log_ratios, mask, sequence, num_sequences)
+    if level == "icepop":
+        is_inside = (ratio >= lower) & (ratio <= threshold)
+        return ratio * is_inside * mask
     return ratio.clamp(max=threshold) * mask
 
 

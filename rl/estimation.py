@@ -11,7 +11,7 @@ If episodes have several sequences, "response" means such a sequence below, unle
 otherwise. An episode counts once in advantages, denominators and metrics (rollout/samples.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from omegaconf import DictConfig
@@ -20,12 +20,14 @@ from torch import Tensor
 from algorithms.aggregation import token_mean
 from algorithms.dapo import informative
 from algorithms.kl import adapt
+from algorithms.packed import whiten
 from algorithms.rollout_correction import keep_mask, moments_by_age, off_policy
 from algorithms.value_loss import explained_variance
+from config import InputError
 from rl.collecting import penalized_scores, score_metrics, spread
 from rl.functions import (
     AdvantageInputs,
-    call,
+    call_estimator,
     check_pair,
     check_shapes,
     find_function,
@@ -239,16 +241,20 @@ def estimate_advantages(
     units = Episodes.of_one_sequence(len(samples)) if is_per_token else samples.episodes
     inputs = advantage_inputs(config, samples, tokens, shaped, units)
     key = "adv_estimator"
-    result = call(find_function(config, key), inputs)
+    result = call_estimator(config, inputs)
     check_pair(config, key, result, Tensor, "advantages and returns")
     if is_per_token:
         check_shapes(config, key, tokens.mask, *result)
         advantages, returns = result
+        if config.algorithm.whiten_advantages:
+            advantages = whiten(advantages, tokens.mask, tokens.total)
         metrics = token_metrics("critic/advantages", advantages, samples, tokens)
         metrics |= token_metrics("critic/returns", returns, samples, tokens)
         return Estimate(advantages, returns, metrics)
     check_shapes(config, key, inputs.outcome, *result, unit="response")
     advantages, returns = map(units.repeat, result)
+    if config.algorithm.whiten_advantages:
+        advantages = whiten(advantages, samples.response_lengths)
     metrics = response_metrics("critic/advantages", advantages, samples)
     metrics |= response_metrics("critic/returns", returns, samples)
     return Estimate(
@@ -280,11 +286,43 @@ def advantage_inputs(
         rollout_log_probs=fields.get("rollout_log_probs"),
         outcome=units.choose(shaped.outcome),
         lengths=units.total(samples.response_lengths),
+        parts={name: units.choose(part) for name, part in samples.parts.items()},
+        part_weights=part_weights(config, samples),
         num_sequences=len(units),
         total=tokens.total,
         gamma=config.algorithm.gamma,
         lam=config.algorithm.lam,
     )
+
+
+def part_weights(config: DictConfig, samples: Samples) -> dict[str, float]:
+    """Return the weight of each named part in the scores.
+
+    Raises InputError if the estimator reads the parts, but the scores consist of something else.
+    """
+    weights = dict(config.reward.weights)
+    default = 0.0 if weights else 1.0
+    weights = {name: weights.get(name, default) for name in samples.parts}
+    inputs = inputs_read(config, "adv_estimator")
+    if "parts" not in inputs:
+        return weights
+    estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    if not samples.parts:
+        raise InputError(
+            f"{estimator} reads the named parts of the reward, but the reward function returns a "
+            "number: return a dictionary, such as {'correct': 1.0, 'format': 0.0}"
+        )
+    if "part_weights" not in inputs:
+        return weights
+    weighted = [weights[name] * part.double() for name, part in samples.parts.items()]
+    difference = (samples.scores - sum(weighted)).abs().max().item()
+    if difference > 1e-4 * (1 + samples.scores.abs().max().item()):
+        raise InputError(
+            f"{estimator} reads the named parts of the reward, but some scores are not their "
+            f"weighted sum (the difference is {difference:.3g}): name the parts that count in "
+            "reward.weights; rewards of single turns and rollout.limit_score have no parts"
+        )
+    return weights
 
 
 def token_metrics(name: str, x: Tensor, samples: Samples, tokens: ResponseTokens) -> Metrics:
@@ -326,11 +364,29 @@ def measure_off_policy(config: DictConfig, samples: Samples, tokens: ResponseTok
 
 
 def reject_tokens(config: DictConfig, samples: Samples, tokens: ResponseTokens) -> Rejection:
+    """Leave out what should not be learned from.
+
+    algorithm.rollout_rs rejects tokens that are too far off the trainer's policy, and
+    algorithm.mask_truncated leaves out truncated responses, or episodes.
+    """
+    algorithm = config.algorithm
+    rejection = Rejection(tokens.mask, samples.response_lengths.float(), {})
+    if algorithm.rollout_rs != "none":
+        rejection = reject_off_policy(config, samples, tokens)
+    if not algorithm.mask_truncated:
+        return rejection
+    is_whole = (~samples.truncated).float()
+    return replace(
+        rejection,
+        mask=rejection.mask * tokens.share.repeat_on_tokens(is_whole),
+        lengths=rejection.lengths * is_whole,
+    )
+
+
+def reject_off_policy(config: DictConfig, samples: Samples, tokens: ResponseTokens) -> Rejection:
     """Reject the tokens that are too far off the trainer's policy, as algorithm.rollout_rs says."""
     algorithm = config.algorithm
     share = tokens.share
-    if algorithm.rollout_rs == "none":
-        return Rejection(tokens.mask, samples.response_lengths.float(), {})
     mask = keep_mask(
         share.batch.fields["old_log_probs"],
         share.batch.fields["rollout_log_probs"],

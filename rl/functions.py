@@ -49,6 +49,8 @@ class AdvantageInputs:
     rollout_log_probs  [T] fp32: vLLM's
     outcome            [n] fp32: the score, minus the configured penalties
     lengths            [n] int64: the number of tokens of each response
+    parts              name -> [n] fp32: the named parts of the scores
+    part_weights       name -> float: reward.weights, which is 1 for a part that it does not name
     num_sequences      n
     total              function: x [T] -> the sum of x over the response tokens of all ranks, a
                        float64 scalar
@@ -74,6 +76,8 @@ class AdvantageInputs:
     rollout_log_probs: Tensor | None = per_token(default=None)
     outcome: Tensor
     lengths: Tensor
+    parts: Mapping[str, Tensor] | None = None
+    part_weights: Mapping[str, float] | None = None
     num_sequences: int
     total: Total = per_token()
     gamma: float
@@ -220,6 +224,22 @@ def call(function: Callable, inputs: Inputs) -> Any:
     fields = dataclasses.fields(inputs)
     arguments = {field.name: getattr(inputs, field.name) for field in fields}
     return function(**{name: value for name, value in arguments.items() if value is not None})
+
+
+def call_estimator(config: DictConfig, inputs: AdvantageInputs) -> Any:
+    """Call the advantage estimator.
+
+    Raises InputError for what a built-in one does not accept. An error in a user's own function
+    keeps its traceback.
+    """
+    key = "adv_estimator"
+    function = find_function(config, key)
+    if config.algorithm[key] not in FUNCTIONS[key].built_in:
+        return call(function, inputs)
+    try:
+        return call(function, inputs)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def check_shapes(

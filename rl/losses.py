@@ -121,6 +121,7 @@ class ActorLoss:
             self.num_sequences,
             level=algorithm.rollout_is,
             threshold=algorithm.rollout_is_threshold,
+            lower=algorithm.rollout_is_threshold_lower,
         )
 
     def reference_divergence(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

@@ -12,7 +12,11 @@ from engines.model import mtp
 from engines.model.lengths import longest_sequence
 from rl.functions import (
     FUNCTIONS,
+    AdvantageInputs,
+    PolicyLossInputs,
     built_in_readers,
+    call,
+    call_estimator,
     check_shapes,
     find_function,
     inputs_read,
@@ -29,7 +33,8 @@ def check_settings(config: DictConfig) -> None:
     for key in FUNCTIONS:
         find_function(config, key)
     check_advantage_inputs(config)
-    check_groups_can_differ(config)
+    check_estimator_teaches(config)
+    check_policy_loss_accepts(config)
     check_kl_loss_teaches(config)
     check_no_dropout(config)
     check_keys_have_an_effect(config)
@@ -62,17 +67,68 @@ def check_advantage_inputs(config: DictConfig) -> None:
         )
 
 
-def check_groups_can_differ(config: DictConfig) -> None:
-    """Raise InputError for a built-in estimator that compares the only response with itself."""
+def check_estimator_teaches(config: DictConfig) -> None:
+    """Raise InputError for a built-in estimator that learns nothing from rollout.n responses.
+
+    It is tried on two groups in which one response is right.
+    """
     name = config.algorithm.adv_estimator
-    if config.algorithm.distill.only:
+    n = config.rollout.n
+    is_built_in = name in FUNCTIONS["adv_estimator"].built_in
+    if not is_built_in or reads_tokens(config) or config.algorithm.distill.only:
         return
-    if config.rollout.n == 1 and name in built_in_readers("adv_estimator", "group"):
+    if n == 1 and name in built_in_readers("adv_estimator", "group"):
         raise InputError(
             f"algorithm.adv_estimator={name} with rollout.n=1 learns nothing: it compares the "
             "responses to the same prompt. Set rollout.n=2 or more, or choose an estimator without "
             "groups, such as reinforce_plus_plus, remax or gae"
         )
+    outcome = (torch.arange(2 * n) % n == 0).float()
+    inputs = AdvantageInputs(
+        rewards=outcome,
+        mask=torch.ones(2 * n),
+        sequence=torch.arange(2 * n),
+        group=torch.arange(2).repeat_interleave(n),
+        outcome=outcome,
+        lengths=torch.full((2 * n,), 10),
+        parts={"part": outcome},
+        part_weights={"part": 1.0},
+        num_sequences=2 * n,
+        total=torch.Tensor.sum,
+        gamma=config.algorithm.gamma,
+        lam=config.algorithm.lam,
+    )
+    advantages, _ = call_estimator(config, inputs)
+    if not advantages.any():
+        kwargs = ", ".join(f"{key}={value}" for key, value in config.algorithm.adv_kwargs.items())
+        raise InputError(
+            f"algorithm.adv_estimator={name} ({kwargs}) learns nothing from rollout.n={n} "
+            "responses to a prompt: raise rollout.n, or change algorithm.adv_kwargs"
+        )
+
+
+def check_policy_loss_accepts(config: DictConfig) -> None:
+    """Raise InputError if a built-in policy loss rejects its parameters, tried on two tokens."""
+    name = config.algorithm.loss_mode
+    if name not in FUNCTIONS["loss_mode"].built_in:
+        return
+    zeros = torch.zeros(2)
+    inputs = PolicyLossInputs(
+        log_probs=zeros,
+        entropy=zeros,
+        old_log_probs=zeros,
+        advantages=zeros,
+        mask=torch.ones(2),
+        sequence=torch.arange(2),
+        num_sequences=2,
+        clip_low=config.algorithm.clip_ratio_low,
+        clip_high=config.algorithm.clip_ratio_high,
+        dual_clip=config.algorithm.clip_ratio_c,
+    )
+    try:
+        call(find_function(config, "loss_mode"), inputs)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def check_kl_loss_teaches(config: DictConfig) -> None:

@@ -31,6 +31,11 @@ from common import plugins
 
 CLIPS = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0}
 NAN = math.nan
+# max_at_k is tried with this k.
+K = 3
+# gdpo is tried with parts that are these shares of the outcome, and have these weights.
+PARTS = (0.25, -0.5)
+WEIGHTS = (6.0, 1.0)
 
 
 def floats(*x):
@@ -203,8 +208,65 @@ def remax(given):
     return advantages, returns
 
 
+def opo(given):
+    """The baseline of a group is the mean of its scores, weighted by length."""
+    scores = [sum(rewards) for rewards in given.rewards]
+    advantages = []
+    returns = []
+    for rewards, score, group in zip(given.rewards, scores, given.group):
+        members = [i for i, number in enumerate(given.group) if number == group]
+        num_tokens = sum(len(given.rewards[i]) for i in members)
+        weighted = sum(len(given.rewards[i]) * scores[i] for i in members)
+        advantages.append([score - weighted / max(num_tokens, 1)] * len(rewards))
+        returns.append([score] * len(rewards))
+    return advantages, returns
+
+
+def over_the_mean(score, others):
+    return minus_mean(score, others) / (statistics.mean([score, *others]) + 1e-6)
+
+
+def gain_of_the_maximum(score, others):
+    """K times the mean amount by which a score raises the maximum of K - 1 others."""
+    choices = list(itertools.combinations(others, K - 1))
+    gains = [max(score, *choice) - max(choice) for choice in choices]
+    return K * statistics.mean(gains) if gains else 0.0
+
+
+def standardized_by_the_batch(given):
+    advantages, returns = from_scores(minus_mean)(given)
+    std = statistics.stdev(sum(rewards) for rewards in given.rewards) + 1e-6
+    scaled = []
+    for row in advantages:
+        scaled.append([advantage / std for advantage in row])
+    return scaled, returns
+
+
+def gdpo(given):
+    """The parts are those of PARTS."""
+    total = [0.0] * len(given.rewards)
+    for share, weight in zip(PARTS, WEIGHTS):
+        rewards = []
+        for row in given.rewards:
+            rewards.append([share * reward for reward in row])
+        scores = [sum(row) for row in rewards]
+        for i, score in enumerate(scores):
+            others = [
+                scores[j] for j in range(len(scores)) if given.group[j] == given.group[i] and j != i
+            ]
+            total[i] += weight * standardized(score, others) if others else 0.0
+    (of_responses,) = whitened([total])
+    advantages = [[x] * len(row) for x, row in zip(of_responses, given.rewards)]
+    return advantages, from_scores(minus_mean)(given)[1]
+
+
 BY_FORMULA = {
     "gae": gae,
+    "opo": opo,
+    "max_rl": from_scores(over_the_mean),
+    "max_at_k": from_scores(gain_of_the_maximum),
+    "lite_ppo": standardized_by_the_batch,
+    "gdpo": gdpo,
     "grpo": from_scores(standardized),
     "dr_grpo": from_scores(minus_mean),
     "rloo": from_scores(minus_mean_of_others),
@@ -227,7 +289,13 @@ def advantages(name, rewards, mask, sequence, group, **settings):
         )
     outcome = sum_by_sequence(torch.where(mask > 0, rewards, 0), sequence, n)
     lengths = sum_by_sequence(mask, sequence, n).long()
-    results = function(outcome=outcome, lengths=lengths, group=group, **settings)
+    own = {
+        "parts": {str(share): share * outcome for share in PARTS},
+        "part_weights": {str(share): weight for share, weight in zip(PARTS, WEIGHTS)},
+        "k": K,
+    }
+    own = {key: value for key, value in own.items() if key in plugins.parameters(function)}
+    results = function(outcome=outcome, lengths=lengths, group=group, **own, **settings)
     return [of_sequences[sequence] * mask for of_sequences in results]
 
 
@@ -236,6 +304,8 @@ def advantages(name, rewards, mask, sequence, group, **settings):
 def test_advantages_are_those_of_the_formula(name, seed):
     batch = Packed(seed)
     rewards = batch.random()
+    if name == "max_rl":
+        rewards = rewards.abs()
     values = batch.random()
     baseline = torch.randn(batch.n, generator=batch.g)
     got = advantages(
@@ -331,8 +401,67 @@ def test_equal_scores_teach_nothing_and_absent_tokens_do_no_harm(name):
     # A single token.
     gains, returns = run(floats(3, 2, 3), floats(0, 1, 0), ints(1, 1, 0), ints(4, 4))
     assert returns.tolist() == [0, 2, 0]
-    expected = {"grpo": 1 / math.sqrt(2), "dr_grpo": 1, "rloo": 2, "remax": 1.9}
+    half = 1 / math.sqrt(2)
+    expected = {"grpo": half, "dr_grpo": 1, "rloo": 2, "remax": 1.9}
+    expected |= {"max_rl": 1, "lite_ppo": half, "gdpo": half}
     close(gains, [0, expected.get(name, 0), 0])
+
+
+def test_parts_are_normalized_by_themselves():
+    """The second part is a thousand times as large, and counts by its weight only."""
+    parts = {"right": floats(0, 0, 1, 1), "length": floats(1000, 2000, 1000, 2000)}
+    group = ints(0, 0, 0, 0)
+    gains, returns = ADVANTAGES["gdpo"](
+        parts=parts, part_weights={"right": 2.0, "length": 1.0}, group=group
+    )
+    # Normalized: -a, -a, a, a and -a, a, -a, a. So the sums are -3a, -a, a, 3a.
+    std = math.sqrt(20 / 3)
+    close(gains, [-3 / std, -1 / std, 1 / std, 3 / std], 1e-4)
+    close(returns, [1000, 2000, 1002, 2002])
+
+
+def test_estimators_of_a_maximum_and_of_a_likelihood_worked_out_by_hand():
+    group = ints(0, 0, 0, 0)
+    # One of four is right: it raises the maximum of any other by 1.
+    gains, _ = ADVANTAGES["max_at_k"](outcome=floats(0, 1, 0, 0), group=group, k=2)
+    close(gains, [0, 2, 0, 0])
+    # Two are right: each raises the maximum of two of three others.
+    gains, _ = ADVANTAGES["max_at_k"](outcome=floats(1, 1, 0, 0), group=group, k=2)
+    close(gains, [4 / 3, 4 / 3, 0, 0])
+    gains, _ = ADVANTAGES["max_at_k"](outcome=floats(1, 1, 0, 0), group=group, k=5)
+    assert not gains.any()
+    with pytest.raises(ValueError, match="k=1 must be 2 or more: with 1 it is rloo"):
+        ADVANTAGES["max_at_k"](outcome=floats(1, 0), group=ints(0, 0), k=1)
+    gains, _ = ADVANTAGES["max_rl"](outcome=floats(1, 0, 0, 0), group=group)
+    close(gains, [3, -1, -1, -1])
+    with pytest.raises(ValueError, match="needs rewards of 0 or more, but one is -0.5"):
+        ADVANTAGES["max_rl"](outcome=floats(1, -0.5), group=ints(0, 0))
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_the_gradient_of_max_at_k_is_unbiased(k):
+    """Over all groups of four that a policy with three actions can draw.
+
+    Attributes of the policy: probabilities p, and scores of the actions. The expected maximum of k
+    actions is written out, and differentiated.
+    """
+    n = 4
+    logits = torch.tensor([0.3, -0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    scores = torch.tensor([0.0, 0.4, 1.0], dtype=torch.float64)
+    log_probs = logits.log_softmax(0)
+    expected_maximum = 0
+    for actions in itertools.product(range(3), repeat=k):
+        drawn = list(actions)
+        expected_maximum += log_probs[drawn].sum().exp() * scores[drawn].max()
+    (want,) = torch.autograd.grad(expected_maximum, logits, retain_graph=True)
+    objective = 0
+    for actions in itertools.product(range(3), repeat=n):
+        drawn = list(actions)
+        gains, _ = ADVANTAGES["max_at_k"](outcome=scores[drawn], group=ints(0, 0, 0, 0), k=k)
+        probability = log_probs[drawn].sum().exp().detach()
+        objective += probability * (gains * log_probs[drawn]).mean()
+    (got,) = torch.autograd.grad(objective, logits)
+    torch.testing.assert_close(got, want)
 
 
 def test_packed_sums():
@@ -360,12 +489,51 @@ def policy_loss_by_formula(name, log_probs, old, advantages, tokens, clips):
     for places in tokens:
         for t in places:
             ratio = torch.exp(log_probs[t] - old[t])
+            advantage = advantages[t].item()
             if name == "gspo":
                 mean = statistics.mean((log_probs[u] - old[u]).item() for u in places)
                 ratio = math.exp(mean) * log_probs[t].exp() / log_probs[t].exp().detach()
-            loss_of_token = cispo_of_token if name == "cispo" else ppo_of_token
-            results[t] = loss_of_token(ratio, advantages[t].item(), log_probs[t], clips)
+            if name == "gmpo":
+                results[t] = gmpo_of_token(t, places, log_probs - old, advantages, clips)
+            elif name == "sapo":
+                tau = 1.0 if advantage > 0 else 1.05
+                results[t] = -advantage * 4 / tau / (1 + torch.exp(-tau * (ratio - 1))), False
+            elif name.startswith("dppo"):
+                p = log_probs[t].exp().item()
+                is_too_far = MOVED_TOO_FAR[name](p, old[t].exp().item(), advantage, clips)
+                weight = 0 if is_too_far else ratio.item()
+                results[t] = -weight * advantage * log_probs[t], is_too_far
+            else:
+                loss_of_token = cispo_of_token if name == "cispo" else ppo_of_token
+                results[t] = loss_of_token(ratio, advantage, log_probs[t], clips)
     return results
+
+
+def gmpo_of_token(t, places, log_ratios, advantages, clips):
+    """Each log-ratio of the sequence is clipped if that lowers the objective at its token."""
+    kept = []
+    for u in places:
+        bounded = min(max(log_ratios[u].item(), -clips["clip_low"]), clips["clip_high"])
+        lowers = advantages[u].item() * bounded < advantages[u].item() * log_ratios[u].item()
+        kept.append(0 * log_ratios[u] + bounded if lowers else log_ratios[u])
+    loss = -advantages[t].item() * torch.exp(sum(kept) / len(kept))
+    return loss, kept[places.index(t)].item() != log_ratios[t].item()
+
+
+def moved_too_far_by_tv(p, old, advantage, clips):
+    if advantage > 0:
+        return p - old > clips["clip_high"]
+    return old - p > clips["clip_low"]
+
+
+def moved_too_far_by_kl(p, old, advantage, clips):
+    divergence = old * math.log(old / p) + (1 - old) * math.log((1 - old) / (1 - p))
+    if advantage > 0:
+        return p > old and divergence > clips["clip_high"]
+    return p < old and divergence > clips["clip_low"]
+
+
+MOVED_TOO_FAR = {"dppo_tv": moved_too_far_by_tv, "dppo_kl": moved_too_far_by_kl}
 
 
 def bounded_ratio(ratio, clips):
@@ -390,15 +558,15 @@ def ppo_of_token(ratio, advantage, log_prob, clips):
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_policy_losses_and_their_gradients_are_those_of_the_formula(name, dual_clip, seed):
     batch = Packed(seed, n=20)
-    log_probs = batch.random().requires_grad_()
+    log_probs = (-batch.random().abs() - 0.05).requires_grad_()
     advantages = batch.random(outside=0.0)
     upstream = torch.randn(len(log_probs), generator=batch.g)
-    old = log_probs.detach() + batch.random(0.7)
+    old = -(log_probs.detach() + batch.random(0.7)).abs() - 0.05
     clips = CLIPS | {"dual_clip": dual_clip}
     loss, metrics = POLICY_LOSSES[name](
         log_probs, old, advantages, batch.mask, batch.sequence, batch.n, **clips
     )
-    clipped = metrics["pg_clipfrac"]
+    clipped = metrics.get("pg_clipfrac", torch.zeros_like(loss))
     loss.backward(upstream)
     for x in (loss, clipped, log_probs.grad):
         assert x.dtype == torch.float32
@@ -410,7 +578,8 @@ def test_policy_losses_and_their_gradients_are_those_of_the_formula(name, dual_c
     close(loss[places], torch.stack([expected[t][0] for t in places]))
     close(log_probs.grad[places], leaf.grad[places])
     assert clipped[places].tolist() == [expected[t][1] for t in places]
-    assert 0 < clipped.sum() < len(places)
+    assert (name == "sapo") == (clipped.sum() == 0)
+    assert clipped.sum() < len(places)
 
 
 def test_policy_losses_worked_out_by_hand():
@@ -466,12 +635,24 @@ def test_policy_losses_worked_out_by_hand():
         )
 
 
+# Of two tokens with the advantage -1, whose ratios are exp(300) and exp(-300).
+OF_EXTREMES = {
+    "ppo": [math.exp(20), 0.8],
+    "gspo": [math.exp(20), 0.8],
+    "cispo": [1.3 * 300, -0.8 * 300],
+    "gmpo": [math.exp(20), math.exp(-0.2)],
+    "sapo": [4 / 1.05, 4 / 1.05 / (1 + math.exp(1.05))],
+    "dppo_tv": [20 * 300, 0],
+    "dppo_kl": [20 * 300, 0],
+}
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_on_policy_the_ratio_is_exactly_one_and_extremes_are_finite(name):
     """A ratio of 1 is not clipped by the bounds [1, 1]."""
     batch = Packed(5)
     log_probs = batch.random().requires_grad_()
-    advantages = batch.random(outside=0.0)
+    advantages = torch.randn(batch.n, generator=batch.g)[batch.sequence] * batch.mask
     loss, metrics = POLICY_LOSSES[name](
         log_probs,
         log_probs.detach().clone(),
@@ -483,11 +664,21 @@ def test_on_policy_the_ratio_is_exactly_one_and_extremes_are_finite(name):
         clip_high=0,
         dual_clip=3,
     )
-    want = -advantages * log_probs.detach() if name == "cispo" else -advantages
-    assert torch.equal(loss[batch.mask > 0], want[batch.mask > 0])
-    assert not metrics["pg_clipfrac"].any()
+    want = -advantages
+    if name in ("cispo", "dppo_tv", "dppo_kl"):
+        want = -advantages * log_probs.detach()
+    elif name == "sapo":
+        want = -advantages * torch.where(advantages > 0, 2, 2 / 1.05)
+    if name == "sapo":
+        close(loss, want)
+    else:
+        assert torch.equal(loss[batch.mask > 0], want[batch.mask > 0])
+    assert not any(x.any() for x in metrics.values())
     loss.sum().backward()
-    assert torch.equal(log_probs.grad, -advantages)
+    if name in ("gmpo", "sapo"):
+        close(log_probs.grad, -advantages)
+    else:
+        assert torch.equal(log_probs.grad, -advantages)
     loss, _ = POLICY_LOSSES[name](
         floats(300, -300),
         floats(0, 0),
@@ -499,9 +690,9 @@ def test_on_policy_the_ratio_is_exactly_one_and_extremes_are_finite(name):
         clip_high=0.3,
         dual_clip=0,
     )
-    close(loss, [1.3 * 300, -0.8 * 300] if name == "cispo" else [math.exp(20), 0.8])
+    close(loss, OF_EXTREMES[name])
     loss, metrics = POLICY_LOSSES[name](*[floats()] * 4, ints(), 3, **CLIPS)
-    assert all(x.shape == (0,) for x in (loss, metrics["pg_clipfrac"]))
+    assert all(x.shape == (0,) for x in (loss, *metrics.values()))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -632,6 +823,11 @@ def test_rollout_correction_is_that_of_the_formula(seed):
         assert not weights[batch.mask == 0].any()
         for places, row in zip(batch.tokens, of_token[level]):
             close(weights[places], [min(r, 1.1) for r in row])
+    weights = correction_weights(*common, level="icepop", threshold=1.1, lower=0.9)
+    for places, row in zip(batch.tokens, ratios):
+        close(weights[places], [r if 0.9 <= r <= 1.1 else 0 for r in row])
+    assert not weights[batch.mask == 0].any()
+    assert 0 < (weights > 0).sum() < batch.mask.sum()
     measured = off_policy(*common[:3])
     places = list(itertools.chain(*batch.tokens))
     ratios_of_tokens = list(itertools.chain(*ratios))
@@ -654,7 +850,7 @@ def test_rollout_correction_worked_out_by_hand():
             correction_weights(*common, level=level, threshold=1e30)[1:].log(), [20, -20, -math.inf]
         )
     assert keep_mask(*common, level="token", low=1, high=1).tolist() == [1, 0, 0, 0]
-    with pytest.raises(ValueError, match="must be 'token' or 'sequence', not 'geometric'"):
+    with pytest.raises(ValueError, match="must be 'token', 'sequence' or 'icepop', not 'geom"):
         correction_weights(*common, level="geometric", threshold=2.0)
     trainer = floats(0.5, 0.3, 0.2)
     rollout = floats(0.2, 0.2, 0.6)

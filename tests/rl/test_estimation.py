@@ -1,12 +1,14 @@
 """Advantages, rejection and weights, against numbers worked out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from config import InputError
 from rl.estimation import next_kl_coef
-from tests.algorithms.test_algorithms import BY_FORMULA, Estimate
+from tests.algorithms.test_algorithms import BY_FORMULA, PARTS, WEIGHTS, Estimate, K
 from tests.support.samples import (
     DIVERGENCES,
     advantages,
@@ -76,13 +78,21 @@ def test_loss_weights_are_of_one_mini_batch(mode, weights):
 @pytest.mark.parametrize("name", BY_FORMULA)
 def test_advantages_are_those_of_the_estimator_and_the_discounts_that_are_configured(name):
     """Discounts that an estimator does not read (check_settings rejects them) change nothing."""
-    scores = [1, 3, -2, 0.5]
-    group = [0, 0, 4, 4]
+    scores = [1, 3, 2 if name == "max_rl" else -2, 0.5]
+    # max_at_k learns nothing from groups of fewer than K.
+    group = [4, 4, 4, 4] if name == "max_at_k" else [0, 0, 4, 4]
     baseline = [0.25, 0.25, 4.0, 4.0]
     values = [[0.5, -1.0, 2.0], [1.5, 0.25], [-0.75], [2.0, 1.0, 0.0, -1.0]]
     samples = make_samples(list(map(len, values)), scores, group, baseline)
+    parts = {f"part{i}": share * samples.scores for i, share in enumerate(PARTS)}
+    own_settings = {
+        "max_at_k": [f"algorithm.adv_kwargs.k={K}"],
+        "gdpo": [f"reward.weights.part{i}={weight}" for i, weight in enumerate(WEIGHTS)],
+    }
+    samples = replace(samples, parts=parts)
     f, _ = advantages(
         samples,
+        *own_settings.get(name, []),
         f"algorithm.adv_estimator={name}",
         "algorithm.gamma=0.9",
         "algorithm.lam=0.7",
@@ -95,6 +105,56 @@ def test_advantages_are_those_of_the_estimator_and_the_discounts_that_are_config
     expected_returns = pytest.approx(sum(expected_returns, []), abs=1e-5)
     assert on_responses(samples, f["advantages"]) == expected_advantages
     assert on_responses(samples, f["returns"]) == expected_returns
+
+
+@pytest.mark.parametrize(
+    "parts, more, message",
+    [
+        ({}, [], "the reward function returns a number: return a dictionary"),
+        ({"a": 0.5, "b": 0.5}, ["reward.weights.a=1"], "the difference is 1.5"),
+    ],
+    ids=["no parts", "a score of something else"],
+)
+def test_gdpo_needs_a_score_that_is_made_of_parts(parts, more, message):
+    samples = make_samples([2, 1], [1, 3], [0, 0])
+    samples = replace(
+        samples, parts={name: share * samples.scores for name, share in parts.items()}
+    )
+    with pytest.raises(InputError, match=message):
+        advantages(samples, "algorithm.adv_estimator=gdpo", *more)
+
+
+def test_max_rl_refuses_negative_rewards():
+    samples = make_samples([2, 1], [1, -0.5], [0, 0])
+    with pytest.raises(InputError, match="needs rewards of 0 or more, but one is -0.5"):
+        advantages(samples, "algorithm.adv_estimator=max_rl")
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "remax"])
+def test_advantages_are_whitened_over_all_tokens(name):
+    """An estimator of responses, and one of tokens."""
+    settings = [f"algorithm.adv_estimator={name}"]
+    samples = make_samples([2, 1, 3], [1, 3, -2], [0, 0, 0], [0.5] * 3)
+    plain, _ = advantages(samples, *settings)
+    plain = torch.tensor(on_responses(samples, plain["advantages"]), dtype=torch.float64)
+    samples = make_samples([2, 1, 3], [1, 3, -2], [0, 0, 0], [0.5] * 3)
+    f, metrics = advantages(samples, *settings, "algorithm.whiten_advantages=true")
+    expected = (plain - plain.mean()) / plain.std()
+    assert on_responses(samples, f["advantages"]) == pytest.approx(expected.tolist(), abs=1e-5)
+    assert metrics["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
+
+
+def test_truncated_responses_are_left_out_of_the_loss_but_not_of_their_group():
+    """Responses of more than three tokens are truncated."""
+    settings = ["algorithm.adv_estimator=dr_grpo", "algorithm.loss_agg_mode=seq-mean-token-mean"]
+    samples = make_samples([2, 4, 1], [1, 3, 2], [0, 0, 0])
+    f, _ = advantages(samples, *settings, "algorithm.mask_truncated=true")
+    assert on_responses(samples, f["advantages"]) == [-1, -1, 1, 1, 1, 1, 0]
+    of_loss = [1 / 4, 1 / 4, 0, 0, 0, 0, 1 / 2]
+    assert on_responses(samples, f["loss_weight"]) == pytest.approx(of_loss)
+    assert on_responses(samples, f["token_weight"]) == pytest.approx(
+        [1 / 3, 1 / 3, 0, 0, 0, 0, 1 / 3]
+    )
 
 
 KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k1"]

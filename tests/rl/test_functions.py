@@ -1,6 +1,7 @@
 """Functions of the user (docs/forking.md): what they read is built, and mistakes are one line."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ def without_returns(rewards, **_): return rewards
 
 SEEN = {}
 def sees_all(*, rewards, mask, sequence, group, values, baseline, old_log_probs, ref_log_probs,
-             rollout_log_probs, outcome, lengths, num_sequences, total, gamma, lam):
+             rollout_log_probs, outcome, lengths, parts, part_weights, num_sequences, total, gamma,
+             lam):
     SEEN.update(locals())
     return rewards, rewards
 def loss_sees_all(*, log_probs, entropy, old_log_probs, advantages, mask, sequence, num_sequences,
@@ -90,6 +92,7 @@ def tensors_of(seen: dict) -> dict[str, list[float]]:
 def test_an_estimator_is_called_with_the_values_of_its_inputs(configure, tmp_path):
     config = configure("adv_estimator=my.py:sees_all", "gamma=0.75", "lam=0.5")
     samples = make_samples([1, 2], [3.0, 5.0], [0, 4], baseline=[1.0, 2.0])
+    samples = replace(samples, parts={"right": samples.scores})
     fields = samples.batch.fields
     num_tokens = len(fields["loss_mask"])
     for number, name in enumerate(("values", "old_log_probs", "ref_log_probs"), 1):
@@ -112,6 +115,8 @@ def test_an_estimator_is_called_with_the_values_of_its_inputs(configure, tmp_pat
         "lengths": [1, 2],
     }
     assert (seen["num_sequences"], seen["gamma"], seen["lam"]) == (2, 0.75, 0.5)
+    assert seen["parts"]["right"].tolist() == [3, 5]
+    assert seen["part_weights"] == {"right": 1.0}
     assert seen["total"](seen["rewards"]) == 8
 
 

@@ -95,6 +95,34 @@ CONTRADICTIONS = {
         )
         for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
     },
+    "groups that are too small for max_at_k": (
+        ["algorithm.adv_estimator=max_at_k", "algorithm.adv_kwargs.k=5", "rollout.n=4"],
+        "algorithm.adv_estimator=max_at_k (k=5) learns nothing from rollout.n=4 responses",
+    ),
+    "max_at_k of one response": (
+        ["algorithm.adv_estimator=max_at_k", "algorithm.adv_kwargs.k=1"],
+        "algorithm.adv_kwargs.k=1 must be 2 or more: with 1 it is rloo",
+    ),
+    "max_at_k without k": (
+        ["algorithm.adv_estimator=max_at_k"],
+        "its own parameters are set in algorithm.adv_kwargs",
+    ),
+    "penalties that gdpo does not read": (
+        ["algorithm.adv_estimator=gdpo", "reward.overlong_buffer=4", "rollout.max_tokens=10"],
+        "reward.overlong_buffer=4 does nothing without",
+    ),
+    "a negative temperature of sapo": (
+        ["algorithm.loss_mode=sapo", "algorithm.loss_kwargs.tau_negative=-1.0"],
+        "tau_negative=-1.0 must be above 0",
+    ),
+    "a clip ratio that sapo does not read": (
+        ["algorithm.loss_mode=sapo", "algorithm.clip_ratio_low=0.1"],
+        "algorithm.clip_ratio_low=0.1 does nothing without",
+    ),
+    "a lower threshold without icepop": (
+        ["algorithm.rollout_is=token", "algorithm.rollout_is_threshold_lower=0.1"],
+        "algorithm.rollout_is_threshold_lower=0.1 does nothing without",
+    ),
     "a divergence whose gradient is 0 as a loss": (
         ["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=k1"],
         "algorithm.kl_loss_type=k1 has no effect as a loss",
@@ -149,6 +177,9 @@ def test_contradictions_are_input_errors(what):
         ["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=8"],
         [GAE, "critic.path=there", "critic.warmup_steps=3"],
         [GAE, "rollout.n=1"],
+        ["algorithm.adv_estimator=max_at_k", "algorithm.adv_kwargs.k=4", "rollout.n=4"],
+        ["algorithm.adv_estimator=gdpo"],
+        ["algorithm.rollout_is=icepop", "algorithm.rollout_is_threshold_lower=0.1"],
         ["algorithm.adv_estimator=reinforce_plus_plus", "rollout.n=1"],
         *(
             ["algorithm.use_kl_loss=true", f"algorithm.kl_loss_type={k}"]
@@ -178,7 +209,7 @@ def test_what_contradicts_nothing_is_accepted(more):
 
 def test_every_requirement_in_the_comments_can_be_read_and_is_met_by_its_own_words():
     requirements = read_requirements(CONFIGS / "ppo.yaml")
-    assert len(requirements) == 54
+    assert len(requirements) == 55
     conditions = dict(requirements)
     assert [c.form for c in conditions["reference.path"]] == ["equals", "equals", "reads"]
     assert [c.form for c in conditions["validation"]] == ["is set", "above"]
