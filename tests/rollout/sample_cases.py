@@ -28,10 +28,17 @@ from tests.support.training import gather
 
 FIRST_GROUP = 10
 KL_IN_REWARD = "use_kl_in_reward=true"
+# These need rewards of 0 or more, or with named parts.
+NEED_OTHER_REWARDS = ("max_rl", "gdpo")
+OWN_SETTINGS = {"max_at_k": ["adv_kwargs.k=2"]}
 # Name -> settings of `algorithm`; the last one has functions of a user.
 LEARNED = {
     "plain": [],
-    **{name: [f"adv_estimator={name}", KL_IN_REWARD] for name in ADVANTAGES},
+    **{
+        name: [f"adv_estimator={name}", KL_IN_REWARD, *OWN_SETTINGS.get(name, [])]
+        for name in ADVANTAGES
+        if name not in NEED_OTHER_REWARDS
+    },
     "discounted": [
         "adv_estimator=reinforce_plus_plus",
         "gamma=0.9",
