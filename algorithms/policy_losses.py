@@ -185,9 +185,7 @@ def dppo_tv(
     """
     change = _probability(log_probs, mask) - _probability(old_log_probs, mask)
     is_too_far = torch.where(advantages > 0, change > clip_high, change < -clip_low)
-    return _masked_gradient(
-        log_probs, old_log_probs, advantages, mask, is_too_far & (mask > 0), max_ratio
-    )
+    return _masked_gradient(log_probs, old_log_probs, advantages, mask, is_too_far, max_ratio)
 
 
 def dppo_kl(
@@ -223,9 +221,7 @@ def dppo_kl(
         (p > p_old) & (divergence > clip_high),
         (p < p_old) & (divergence > clip_low),
     )
-    return _masked_gradient(
-        log_probs, old_log_probs, advantages, mask, is_too_far & (mask > 0), max_ratio
-    )
+    return _masked_gradient(log_probs, old_log_probs, advantages, mask, is_too_far, max_ratio)
 
 
 POLICY_LOSSES = {
@@ -249,13 +245,14 @@ def _masked_gradient(
     old_log_probs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    is_dropped: Tensor,
+    is_too_far: Tensor,
     max_ratio: float,
 ) -> LossAndMetrics:
-    """Return -sg(min(r, max_ratio)) A log_probs, and 0 for the tokens that are dropped."""
+    """Return -sg(min(r, max_ratio)) A log_probs, and 0 for tokens that have moved too far."""
     ratio = bounded_exp(log_ratio(log_probs, old_log_probs, mask).detach())
     loss = -ratio.clamp(max=max_ratio) * advantages * log_probs
-    is_kept = (mask > 0) & ~is_dropped
+    is_kept = (mask > 0) & ~is_too_far
+    is_dropped = (mask > 0) & is_too_far
     return torch.where(is_kept, loss, 0), {"pg_clipfrac": is_dropped.float()}
 
 

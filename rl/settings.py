@@ -26,6 +26,9 @@ from rl.models import longest_response, mini_batch_prompts
 from rl.requirements import check_keys_have_an_effect
 from rl.teacher import check_distillation
 
+# The built-in estimators that whiten their advantages over all tokens.
+WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
 
 def check_settings(config: DictConfig) -> None:
     """Raise InputError for unknown functions, and for settings that contradict each other."""
@@ -34,6 +37,7 @@ def check_settings(config: DictConfig) -> None:
         find_function(config, key)
     check_advantage_inputs(config)
     check_estimator_teaches(config)
+    check_whitening(config)
     check_policy_loss_accepts(config)
     check_kl_loss_teaches(config)
     check_no_dropout(config)
@@ -104,6 +108,16 @@ def check_estimator_teaches(config: DictConfig) -> None:
         raise InputError(
             f"algorithm.adv_estimator={name} ({kwargs}) learns nothing from rollout.n={n} "
             "responses to a prompt: raise rollout.n, or change algorithm.adv_kwargs"
+        )
+
+
+def check_whitening(config: DictConfig) -> None:
+    """Raise InputError if advantages are to be whitened that the estimator has whitened already."""
+    name = config.algorithm.adv_estimator
+    if config.algorithm.whiten_advantages and name in WHITENED:
+        raise InputError(
+            f"algorithm.whiten_advantages=true does nothing with algorithm.adv_estimator={name}, "
+            "whose advantages are whitened already: leave it out"
         )
 
 

@@ -22,6 +22,7 @@ from rollout.sharing import Share
 KEYS_OF_POLICY_LOSS = (
     "algorithm.adv_estimator",
     "algorithm.adv_kwargs",
+    "algorithm.whiten_advantages",
     "algorithm.gamma",
     "algorithm.lam",
     "algorithm.loss_mode",

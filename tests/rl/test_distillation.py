@@ -261,6 +261,10 @@ def test_a_step_of_jsd_equals_trls_loss(models, tmp_path):
 TEACHER = "algorithm.distill.teacher=there"
 ONLY = "algorithm.distill.only=true"
 MISTAKES = {
+    "whitened advantages that nothing reads": (
+        [TEACHER, ONLY, "algorithm.whiten_advantages=true"],
+        "algorithm.whiten_advantages=True does nothing with algorithm.distill.only=true",
+    ),
     "only without a teacher": ([ONLY], "does nothing without algorithm.distill.teacher"),
     "a mode without a teacher": (
         ["algorithm.distill.mode=jsd"],

@@ -6,7 +6,7 @@ from config import CONFIGS, InputError
 from engines.context_parallel import check_batch_size
 from rl.models import needs_old_log_probs, role_configs
 from rl.requirements import parse, read_requirements
-from rl.settings import check_settings
+from rl.settings import WHITENED, check_settings
 from tests.support.samples import (
     configure,
 )
@@ -119,6 +119,13 @@ CONTRADICTIONS = {
         ["algorithm.loss_mode=sapo", "algorithm.clip_ratio_low=0.1"],
         "algorithm.clip_ratio_low=0.1 does nothing without",
     ),
+    **{
+        f"advantages of {name} that are whitened twice": (
+            [f"algorithm.adv_estimator={name}", "algorithm.whiten_advantages=true"],
+            f"does nothing with algorithm.adv_estimator={name}, whose advantages are whitened",
+        )
+        for name in WHITENED
+    },
     "a lower threshold without icepop": (
         ["algorithm.rollout_is=token", "algorithm.rollout_is_threshold_lower=0.1"],
         "algorithm.rollout_is_threshold_lower=0.1 does nothing without",
