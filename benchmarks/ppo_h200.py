@@ -22,7 +22,8 @@ random weights and a vocabulary of 152k tokens hardly ever ends a response, so a
 --tokens tokens. With a shape of Qwen2.5-VL, for which vLLM needs torchvision, each prompt has its
 own image. --timeline FILE.png draws the memory in use on the GPU over the last step.
 
-Prints lines of a Markdown table: medians of the steps after the first one, which warms up.
+Prints lines of a Markdown table: medians of the steps after the first one, which warms up. --json
+also writes the medians of all metrics to a file.
 """
 
 import argparse
@@ -350,6 +351,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE.png", help="draw the GPU's memory over the last step"
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the medians to this file")
     parser.add_argument(
         "--cycles", action="store_true", help="print the memory asleep after every step"
     )
@@ -404,6 +406,8 @@ def main() -> None:
     steps = run_steps(arguments, settings, timeline)
     middle = medians(steps)
     print_result(arguments, config, middle)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(middle))
     if timeline:
         timeline.draw(arguments.timeline, len(steps), steps[-1])
     if arguments.trl:

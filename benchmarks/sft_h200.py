@@ -10,7 +10,7 @@ Arguments: a shape (benchmarks/shapes.py), then key=value pairs of configs/sft.y
 sequences are log-normal, about 1,000 tokens on average and at most 4,096. With a shape of
 Qwen2.5-VL every sequence also begins with an image of about 1,000 tokens. In a step each
 data-parallel rank takes --micro-batches micro-batches, which are 97 % full (at least 90 % with
-images). Prints one line of a Markdown table on rank 0.
+images). Prints one line of a Markdown table on rank 0. --json also writes its numbers to a file.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -233,6 +233,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="print where a step's GPU time goes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     return parser.parse_intermixed_args()
 
 
@@ -246,29 +247,54 @@ def load_config(arguments: argparse.Namespace) -> DictConfig:
     return load("sft.yaml", settings)
 
 
+@dataclass
+class Result:
+    """The numbers of a row.
+
+    Attributes:
+        tokens_per_second: of each device.
+        mfu: model FLOPs utilization; nan if the peak of the device is unknown.
+        peak_gib, estimated_gib: memory of the device, of the rank that has most.
+        step: seconds.
+    """
+
+    tokens_per_second: float
+    mfu: float
+    peak_gib: float
+    estimated_gib: float
+    step: float
+
+
+def make_result(config: DictConfig, this_device: torch.device, timing: Timing) -> Result:
+    peak_flops = device.peak_flops(this_device) or float("nan")
+    engine = engine_class(config.model_engine)
+    estimates = engine.estimate_memory(config, dist.get_world_size(), this_device.type)
+    return Result(
+        tokens_per_second=timing.tokens_per_rank / timing.step,
+        mfu=timing.flops_per_rank / timing.step / peak_flops,
+        peak_gib=timing.peak_gib,
+        estimated_gib=max(estimate.device_total for estimate in estimates) / GIB,
+        step=timing.step,
+    )
+
+
 def print_result(
     arguments: argparse.Namespace,
     config: DictConfig,
-    this_device: torch.device,
+    result: Result,
     timing: Timing,
     loading: float,
 ) -> None:
     """Print the line of the table. loading: seconds until the engine was built."""
-    world_size = dist.get_world_size()
-    peak_flops = device.peak_flops(this_device) or float("nan")
-    mfu = timing.flops_per_rank / timing.step / peak_flops
-    engine = engine_class(config.model_engine)
-    estimates = engine.estimate_memory(config, world_size, this_device.type)
-    estimated_gib = max(estimate.device_total for estimate in estimates) / GIB
     print_row(
         arguments.shape,
-        world_size,
+        dist.get_world_size(),
         config.data.max_tokens_per_micro_batch,
         " ".join(setting for setting in arguments.settings if "max_tokens" not in setting),
-        f"{timing.tokens_per_rank / timing.step:,.0f}",
-        f"{mfu:.1%}",
-        f"{timing.peak_gib:.1f} ({estimated_gib:.1f})",
-        f"{timing.step:.3f}",
+        f"{result.tokens_per_second:,.0f}",
+        f"{result.mfu:.1%}",
+        f"{result.peak_gib:.1f} ({result.estimated_gib:.1f})",
+        f"{result.step:.3f}",
         note=f"  load {loading:.1f} s, first {WARM_UP} steps {timing.warm_up:.1f} s, "
         f"loss {timing.first_loss:.4f}",
     )
@@ -289,7 +315,10 @@ def main() -> None:
     step = make_step(engine, batches)
     timing = time_steps(engine, batches, step, arguments.steps)
     if rank == 0:
-        print_result(arguments, config, this_device, timing, loading)
+        result = make_result(config, this_device, timing)
+        print_result(arguments, config, result, timing, loading)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(asdict(result)))
     if arguments.profile:
         print_profile(step, rank)
     device.shutdown()
