@@ -60,12 +60,14 @@ class Training:
 
     def kill_after(self, step: int, num_ranks: int) -> None:
         """Start the run and kill it once this step is in its metrics."""
-        run = subprocess.Popen(self.command(num_ranks), stdout=subprocess.DEVNULL)
+        log = self.folder.with_suffix(".log")
+        with open(log, "w") as output:
+            run = subprocess.Popen(self.command(num_ranks), stdout=output, stderr=output)
         while run.poll() is None and step not in self.losses():
             time.sleep(SECONDS_BETWEEN_LOOKS)
         kill(run)
         if step not in self.losses():
-            sys.exit(f"error: the run ended with exit code {run.returncode} before step {step}")
+            sys.exit(f"error: the run ended before step {step}, see {log}")
 
 
 def parse_arguments() -> argparse.Namespace:

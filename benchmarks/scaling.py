@@ -157,7 +157,7 @@ def grpo(shape: str, layout: str, num_gpus: int, prompts_per_gpu: int, *settings
     tokens = "data.max_tokens_per_micro_batch=8192"
     zero_2 = () if num_gpus == 1 else (ZERO_2,)
     prompts = str(prompts_per_gpu * num_gpus)
-    options = ("--prompts", prompts, "--ranks", str(num_gpus), "--steps", "2")
+    options = ("--prompts", prompts, "--ranks", str(num_gpus), "--steps", "3")
     return Trial("grpo", shape, layout, num_gpus, (BF16, tokens, *zero_2, *settings, *options))
 
 
@@ -205,19 +205,22 @@ def smallest_memory_gib() -> float:
 
 
 class GPUs:
-    """The GPUs that no run uses. A run waits until there are enough of them."""
+    """The numbers of the GPUs that no run uses. A run waits until there are enough of them."""
 
     def __init__(self, num_gpus: int):
-        self._free = list(range(num_gpus))
+        numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        visible = numbers.split(",") if numbers else [str(number) for number in range(num_gpus)]
+        self._free = visible[:num_gpus]
         self._changed = threading.Condition()
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> list[str]:
         with self._changed:
             self._changed.wait_for(lambda: len(self._free) >= count)
-            taken, self._free = self._free[:count], self._free[count:]
+            taken = self._free[:count]
+            self._free = self._free[count:]
             return taken
 
-    def give_back(self, taken: list[int]) -> None:
+    def give_back(self, taken: list[str]) -> None:
         with self._changed:
             self._free = sorted([*self._free, *taken])
             self._changed.notify_all()
@@ -230,14 +233,16 @@ class Bench:
     Attributes:
         models: the folder of the models.
         assets: a folder for prompts, outputs and logs.
+        out: the file that keeps the numbers.
         deadline: after this time.monotonic(), no trial starts.
     """
 
     models: Path
     assets: Path
+    out: Path
     deadline: float
 
-    def run(self, trial: Trial, gpus: list[int]) -> dict | str:
+    def run(self, trial: Trial, gpus: list[str]) -> dict | str:
         """Return the numbers of a trial, or what its log says if it failed."""
         folder = self.assets / trial.name.replace(" ", "_").replace(",", "")
         folder.mkdir(parents=True, exist_ok=True)
@@ -250,7 +255,7 @@ class Bench:
             *(str(trial.script), trial.shape, *trial.arguments, *assets),
             *("--models", str(self.models), "--json", str(numbers)),
         ]
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         # Megatron's collectives start before the products that hide them only with one queue.
         queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if "Megatron" in trial.layout else {}
         with open(folder / "log.txt", "w") as log:
@@ -279,28 +284,36 @@ def run_all(bench: Bench, trials: list[Trial], num_gpus: int, done: dict[str, di
     """Run the trials that are not done, and add their numbers; return what went wrong."""
     gpus = GPUs(num_gpus)
     problems = []
+    writing = threading.Lock()
 
-    def run(trial: Trial) -> None:
-        taken = gpus.take(trial.num_gpus)
+    def run(trial: Trial, taken: list[str]) -> None:
+        start = time.monotonic()
         try:
-            if time.monotonic() > bench.deadline:
-                problems.append(f"{trial.name}: not run, no time was left")
-                return
-            start = time.monotonic()
             numbers = bench.run(trial, taken)
-            print(f"{trial.name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         finally:
             gpus.give_back(taken)
+        print(f"{trial.name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         if isinstance(numbers, str):
             problems.append(f"{trial.name}: {numbers}")
-        else:
+            return
+        with writing:
             done[trial.name] = numbers
+            bench.out.write_text(json.dumps(done, indent=1))
 
     left = [trial for trial in trials if trial.name not in done]
-    # Those with few GPUs run side by side, before those that need the whole host.
-    left.sort(key=lambda trial: trial.num_gpus)
-    with ThreadPoolExecutor(max(1, len(left))) as pool:
-        list(pool.map(run, left))
+    # Part by part. In each, runs on few GPUs go side by side before those that need the whole host.
+    left.sort(key=lambda trial: (PARTS.index(trial.part), trial.num_gpus))
+    with ThreadPoolExecutor(num_gpus) as pool:
+        running = []
+        for trial in left:
+            taken = gpus.take(trial.num_gpus)
+            if time.monotonic() > bench.deadline:
+                problems.append(f"{trial.name}: not run, no time was left")
+                gpus.give_back(taken)
+                continue
+            running.append(pool.submit(run, trial, taken))
+        for each in running:
+            each.result()
     return problems
 
 
@@ -366,12 +379,11 @@ def main() -> None:
     arguments = parse_arguments()
     arguments.assets.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * arguments.minutes
-    bench = Bench(arguments.models, arguments.assets, deadline)
-    trials = make_trials(arguments)
     out = arguments.out or arguments.assets / "scaling.json"
     done = json.loads(out.read_text()) if arguments.out and out.exists() else {}
+    bench = Bench(arguments.models, arguments.assets, out, deadline)
+    trials = make_trials(arguments)
     problems = run_all(bench, trials, arguments.num_gpus, done)
-    out.write_text(json.dumps(done, indent=1))
     print_table(trials, done)
     for problem in problems:
         print(f"not measured: {problem}", file=sys.stderr)

