@@ -154,10 +154,12 @@ def set_up(config, grader):
     from data.columns import check_column_keys
     from data.prompts import OPTIONS
     from data.selection import training_rows, validation_rows
+    from engines.parallel.device import on_rank0
     from job.end_tokens import warn_of_end_token
     from job.models import check_token_ids
     from job.run import Run
     from rl import models
+    from rollout.partial.resume import check_open_groups
     from rollout.vllm.settings import check_rollout, check_vllm_model
 
     run = Run.begin(config)
@@ -199,6 +201,7 @@ def set_up(config, grader):
         kl_coef=config.algorithm.kl_ctrl.kl_coef,
     )
     run.find_checkpoint(progress)
+    on_rank0(check_open_groups, config, run.resume_from, hf_config.get_text_config().vocab_size)
     return run
 
 

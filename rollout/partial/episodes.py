@@ -154,15 +154,23 @@ class PartialEpisodes(PartialSampler):
         return safetensors.torch.save(tensors)
 
     def from_bytes(self, content: bytes) -> tuple[Counters, list[SavedGroup]]:
-        tensors = safetensors.torch.load(content)
-        if "episodes" not in tensors:
-            raise InputError(
-                f"rollout.episode={self.config.rollout.episode}, but the checkpoint has responses "
-                "of a single turn that are not trained yet: set rollout.episode=null"
-            )
-        groups = [SavedGroup(*values) for values in tensors["episodes"].tolist()]
-        return Counters(*tensors["counters"].tolist()), groups
+        return read_episodes(content, self.config.rollout.episode)
 
     def restored(self, group: SavedGroup) -> OpenGroup:
         key = (self.config.trainer.seed, group.batch, group.row)
         return self.new_group(group.number, key, group.first_number)
+
+
+def read_episodes(content: bytes, episode: str) -> tuple[Counters, list[SavedGroup]]:
+    """Return what PartialEpisodes.to_bytes() has written.
+
+    Raises InputError if it is a checkpoint of responses. episode: rollout.episode.
+    """
+    tensors = safetensors.torch.load(content)
+    if "episodes" not in tensors:
+        raise InputError(
+            f"rollout.episode={episode}, but the checkpoint has responses of a single turn that "
+            "are not trained yet: set rollout.episode=null"
+        )
+    groups = [SavedGroup(*values) for values in tensors["episodes"].tolist()]
+    return Counters(*tensors["counters"].tolist()), groups

@@ -320,6 +320,7 @@ def test_a_run_resumes_without_filter_groups(assets, tmp_path, undisturbed):
 def test_a_run_cannot_resume_with_another_top_k(assets, tmp_path, undisturbed):
     done = resume_with(undisturbed, tmp_path / "out", assets, "rollout.top_k=30", returncode=2)
     assert "rollout.top_k=30, but the checkpoint has responses" in done.stderr
+    assert "resuming from" not in done.stdout, "models were loaded first"
 
 
 def test_a_run_that_continues_responses_cannot_resume_without(assets, tmp_path, undisturbed):

@@ -1,12 +1,13 @@
 """Kill runs at random moments until they have ended; compare them, to the last bit, with
 runs that nobody disturbed.
 
-    make soak                                                   all loops, 26 minutes
+    make soak                                                   all loops, 32 minutes
     python -m tests.soak ppo nodes --minutes 10 --seed 7        two loops, ten minutes each
 
 Loops: sft, ppo and partial (2 ranks; the last two save in the background, and in partial, responses
-continue in later steps), megatron (2 ranks, tensor parallel, saves in the background), and nodes:
-two nodes in network namespaces, which only root may make, one of which is lost. Exit code 1 means
+continue in later steps), megatron (2 ranks, tensor parallel, saves in the background), nodes: two
+nodes in network namespaces, which only root may make, one of which is lost; and slurm: jobs on a
+real Slurm of two nodes, which has to be installed (slurm-wlm, munge). Exit code 1 means
 that results differ, that an error was not reported, or that a process did not end; the directory
 with the logs of every attempt is kept then.
 """
@@ -21,13 +22,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.soak import killed, lost_nodes
+from tests.soak import killed, lost_nodes, slurm_jobs
 from tests.soak.killed import Loop, Result
 from tests.soak.processes import wait_for_all
 from tests.soak.runs import make_assets
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-MINUTES = {"sft": 4, "ppo": 6, "partial": 6, "megatron": 4, "nodes": 6}
+MINUTES = {"sft": 4, "ppo": 6, "partial": 6, "megatron": 4, "nodes": 6, "slurm": 6}
 
 
 class Clock:
@@ -78,6 +79,8 @@ def run(name: str, directory: Path, arguments: argparse.Namespace) -> Result:
     try:
         if name == "nodes":
             lost_nodes.run_loop(loop)
+        elif name == "slurm":
+            slurm_jobs.run_loop(loop)
         else:
             killed.run_loop(loop)
     finally:
