@@ -154,10 +154,12 @@ def set_up(config, grader):
     from data.columns import check_column_keys
     from data.prompts import OPTIONS
     from data.selection import training_rows, validation_rows
+    from engines.parallel.device import on_rank0
     from job.end_tokens import warn_of_end_token
     from job.models import check_token_ids
     from job.run import Run
     from rl import models
+    from rl.teacher import check_rows
     from rollout.vllm.settings import check_rollout, check_vllm_model
 
     run = Run.begin(config)
@@ -170,6 +172,7 @@ def set_up(config, grader):
     run.val = load_prompts(run, validation_rows(config.data))
     check_column_keys(config.data, run.datasets())
     check_token_ids(config, hf_config, run.tokenizer, run.datasets())
+    on_rank0(check_rows, config, run.train)
     notices = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}
     for notice in notices:
         if notice and run.rank == 0:
