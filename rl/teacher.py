@@ -48,6 +48,7 @@ KEYS_OF_POLICY_LOSS = (
     "algorithm.rollout_is",
     "algorithm.filter_groups.enable",
     "reward.overlong_buffer",
+    "reward.step_rewards",
 )
 NO_REWARD = "none"
 
