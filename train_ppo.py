@@ -159,6 +159,7 @@ def set_up(config, grader):
     from job.models import check_token_ids
     from job.run import Run
     from rl import models
+    from rl.teacher import check_rows
     from rollout.partial.resume import check_open_groups
     from rollout.vllm.settings import check_rollout, check_vllm_model
 
@@ -172,6 +173,7 @@ def set_up(config, grader):
     run.val = load_prompts(run, validation_rows(config.data))
     check_column_keys(config.data, run.datasets())
     check_token_ids(config, hf_config, run.tokenizer, run.datasets())
+    on_rank0(check_rows, config, run.train)
     notices = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}
     for notice in notices:
         if notice and run.rank == 0:

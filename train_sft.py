@@ -40,22 +40,24 @@ def main(config):
     from engines.build import engine_class
     from engines.checkpoint.export import export_hf
     from engines.parallel import device
+    from job.distillation import build_teachers, role_configs
     from job.end_tokens import new_end_ids
     from job.plan import print_plan
 
     run = set_up(config)
     end_ids = new_end_ids(run)
     if config.dry_run:
-        device.on_rank0(print_plan, run, {None: run.config})
+        device.on_rank0(print_plan, run, role_configs(run.config))
         return device.shutdown()
     engine = engine_class(config.model_engine)(run.config, run.device, run.total_steps)
     engine.new_end_ids = end_ids
+    teachers = build_teachers(run.config, engine, run.total_steps)
     if run.resume_from:
         run.progress.take_counters(run.checkpointer.load(run.resume_from, engine))
     num_rows = count_of(len(run.train), "row")
     num_ranks = count_of(engine.dp_size, "data-parallel rank")
     run.start(f"{num_rows}, {num_ranks} on {run.device.type}")
-    train(run, engine)
+    train(run, engine, teachers)
     run.end_loop()
     if run.is_complete:
         export_hf(engine, run.tokenizer, run.output_dir / "hf", run.base_name)
@@ -71,14 +73,15 @@ def set_up(config):
     from data.columns import check_column_keys
     from data.dataset import OPTIONS
     from data.selection import training_rows, validation_rows
-    from engines.build import engine_class
+    from job.distillation import check_distillation, check_models, role_configs
     from job.models import check_token_ids, warn_of_length
     from job.order import sampler_reads
     from job.run import Run
 
+    check_distillation(config)
     run = Run.begin(config)
     config = run.config
-    hf_config = engine_class(config.model_engine).check(config, run.world_size)
+    hf_config = check_models(config, run.world_size)
     run.load_tokenizer(hf_config)
     with_rows = sampler_reads(config, "rows")
     run.train = load_data(run, training_rows(config.data), with_rows)
@@ -90,8 +93,10 @@ def set_up(config):
     warn_of_length(hf_config, longest)
     run.count_steps()
     run.choose_order()
-    run.plan_memory({None: config})
-    run.start_profiler(["train_batch", "validate"] if run.val else ["train_batch"])
+    roles = role_configs(config)
+    run.plan_memory(roles)
+    stages = {"teacher_compute": len(roles) > 1, "train_batch": True, "validate": bool(run.val)}
+    run.start_profiler([stage for stage, computes in stages.items() if computes])
     progress = SftProgress(
         identity=identify(config, hf_config, run.train) | run.order.identity,
         tokenization=identify_tokens(config, OPTIONS),
@@ -102,8 +107,11 @@ def set_up(config):
     return run
 
 
-def train(run, engine) -> None:
-    """Train until the last step, or until a rank is asked to stop."""
+def train(run, engine, teachers=None) -> None:
+    """Train until the last step, or until a rank is asked to stop.
+
+    teachers: the engines.teaching.Teachers whose distributions the model learns; None: no teacher.
+    """
     from engines.parallel import device
     from job.metrics import throughput, with_prefix
     from job.setup import check_skipped
@@ -126,10 +134,8 @@ def train(run, engine) -> None:
             num_trained_tokens = int(batch.fields["loss_mask"].sum())
             image_flops = engine.image_flops(batch)
             plan = engine.plan(batch.lengths, image_flops)
-        with profiler.stage("train_batch", engine):
-            share = batch.select(plan.sequences)
-            loss_fn = sft_loss(num_trained_tokens)
-            results = engine.train_batch(share, loss_fn, progress.step, plan.micro_batches)
+        share = batch.select(plan.sequences)
+        results = train_batch(run, engine, teachers, share, plan.micro_batches, num_trained_tokens)
         seconds = time.perf_counter() - start
         progress.step += 1
         progress.skipped += int(results["skipped"])
@@ -154,6 +160,29 @@ def train(run, engine) -> None:
         if run.agreement.save:
             with profiler.stage("save"):
                 run.checkpointer.save(progress.step, engine, progress.to_json(), run.tokenizer)
+
+
+def train_batch(
+    run, engine, teachers, share, micro_batches, num_trained_tokens
+) -> dict[str, float]:
+    """Take one optimizer step, and return the results of Engine.train_batch().
+
+    Args:
+        teachers: as in train().
+        share: this rank's part of the batch, divided into micro_batches.
+        num_trained_tokens: in the whole batch, over all ranks.
+    """
+    from job.distillation import distillation_loss
+
+    step = run.progress.step
+    if not teachers:
+        with run.profiler.stage("train_batch", engine):
+            return engine.train_batch(share, sft_loss(num_trained_tokens), step, micro_batches)
+    with run.profiler.stage("teacher_compute", teachers.engine):
+        share.fields |= teachers.compute([(share, micro_batches)])
+    loss_fn = distillation_loss(run.config, num_trained_tokens)
+    with run.profiler.stage("train_batch", engine), teachers.teaching(engine):
+        return engine.train_batch(share, loss_fn, step, micro_batches)
 
 
 def sft_loss(num_tokens: int):

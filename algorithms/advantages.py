@@ -26,6 +26,8 @@ Each rank holds only the tokens that it trains on:
     values    [T] fp32: V(x_<t)
     old_log_probs, ref_log_probs, rollout_log_probs    [T] fp32 each
     total     returns the float64 sum of x [T] over the response tokens of all ranks
+    step_rewards, step_ends   [T] fp32: the reward of each step at its last token, and 1 there
+    sum_by_response   returns the float64 sums of x [T] over each response, [n], on all ranks
 
 An estimator that names one of these returns (advantages, returns), each [T] in the dtype of the
 rewards and 0 outside the mask.
@@ -33,7 +35,7 @@ rewards and 0 outside the mask.
 gamma and lam are the discount and the lambda of Schulman's lambda-return; both are 1 by default.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +87,48 @@ def grpo(outcome: Tensor, group: Tensor, **_) -> AdvantagesAndReturns:
     variance = squares[groups.index] / (groups.size - 1).clamp(min=1)
     advantages = groups.deviation / (variance.sqrt() + 1e-6)
     return advantages.to(outcome.dtype), outcome
+
+
+def grpo_steps(
+    rewards: Tensor,
+    mask: Tensor,
+    sequence: Tensor,
+    num_sequences: int,
+    *,
+    outcome: Tensor,
+    group: Tensor,
+    step_rewards: Tensor,
+    step_ends: Tensor,
+    sum_by_response: Callable[[Tensor], Tensor],
+    **_,
+) -> AdvantagesAndReturns:
+    """GRPO with process supervision (Shao et al. 2024, section 4.1.3), and the score as well.
+
+    A step's reward is normalized over all steps of its group: (reward - mean) / (unbiased standard
+    deviation + 1e-6). The advantage of a token is the sum over the steps that end at this token or
+    later, plus grpo() of the outcome without the steps. If the latter is the same for a group, the
+    second term is 0, and the advantage is that of the paper. The returns are the rewards-to-go.
+    """
+    is_step = (step_ends > 0) & (mask > 0)
+    step_rewards = torch.where(is_step, step_rewards, 0).double()
+    _, group_of_response = group.unique(return_inverse=True)
+
+    def sum_by_group(x: Tensor) -> Tensor:
+        """Return the sum of x [T] over the group of each response: [n] float64."""
+        return sum_by_sequence(sum_by_response(x), group_of_response, len(group))[group_of_response]
+
+    num_steps = sum_by_group(is_step.double())
+    mean = sum_by_group(step_rewards) / num_steps.clamp(min=1)
+    deviation = torch.where(is_step, step_rewards - mean[sequence], 0)
+    variance = sum_by_group(deviation.square()) / (num_steps - 1).clamp(min=1)
+    normalized = deviation / (variance.sqrt()[sequence] + 1e-6)
+    advantages = sum_to_go(normalized, mask, sequence, num_sequences, 1.0)
+    # Rounded, because grpo() would magnify the rounding errors of equal fp32 scores.
+    rest = (outcome.double() - sum_by_response(step_rewards)).round(decimals=4)
+    of_rest, _ = grpo(rest, group)
+    advantages = advantages + _masked(of_rest[sequence], mask)
+    to_go = sum_to_go(_masked(rewards, mask), mask, sequence, num_sequences, 1.0)
+    return advantages.to(rewards.dtype), to_go.to(rewards.dtype)
 
 
 def dr_grpo(outcome: Tensor, group: Tensor, **_) -> AdvantagesAndReturns:
@@ -241,6 +285,7 @@ def gdpo(
 ADVANTAGES = {
     "gae": gae,
     "grpo": grpo,
+    "grpo_steps": grpo_steps,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "opo": opo,

@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from configs.files import InputError, flatten, is_free
 from configs.names import reader_note, readers, suggest
-from configs.rules import REQUIRED, problem_with, problem_with_number
+from configs.rules import REQUIRED, problem_with, problem_with_number, rule_of
 
 
 def key_problems(layer: DictConfig, known: dict) -> Iterator[str]:
@@ -67,7 +67,7 @@ def value_problems(values: dict, known: dict) -> list[str]:
             missing.append(f"{key} is missing: pass {key}=... or set it in a YAML file")
             continue
         if is_free(key, known):
-            problem = problem_with_number(value)
+            problem = problem_with_number(value) or rule_of(key).problem(value)
         else:
             problem = problem_with(key, value, known[key])
         if problem:

@@ -6,7 +6,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from configs.files import CONFIGS, SCRIPTS, engine_files, read, read_comments
-from configs.rules import ANYTHING, REQUIRED, RULES, TYPES
+from configs.rules import REQUIRED, TYPES, rule_of
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
@@ -70,7 +70,7 @@ def value_schema(key: str, default) -> dict:
 
     Except for strings, the schema also allows an interpolation.
     """
-    rule = RULES.get(key, ANYTHING)
+    rule = rule_of(key)
     has_type = default is not None and not rule.allows_null
     value = {"type": TYPES[type(default)][1]} if has_type else {}
     value |= rule.schema

@@ -74,7 +74,13 @@ def problem_with_number(value) -> str | None:
 
 def is_path(key: str) -> bool:
     """Return whether the value of a key may name files or directories."""
-    return RULES.get(key, ANYTHING).is_path
+    return rule_of(key).is_path
+
+
+def rule_of(key: str) -> Rule:
+    """Return the rule for a key; for a key of a free group, that of the group, such as "a.b.*"."""
+    group = key.rpartition(".")[0]
+    return RULES.get(key, RULES.get(f"{group}.*", ANYTHING))
 
 
 def has_type(value, kind: type) -> bool:
@@ -449,10 +455,18 @@ RULES = {
     "algorithm.rollout_rs_threshold": at_least(1.0),
     "algorithm.rollout_rs_threshold_lower": between(0.0, 1.0),
     "algorithm.distill.teacher": optional(str, PATH),
+    "algorithm.distill.teachers.*": PATH,
+    "algorithm.distill.teacher_key": rule("must be the name of a column", is_text, **STRING),
+    "data.teacher_prompt_key": optional(str),
     "algorithm.distill.mode": one_of("reverse_kl", "forward_kl", "jsd"),
     "algorithm.distill.coef": above(0.0),
     "algorithm.distill.top_k": at_least(0),
     "algorithm.distill.temperature": above(0.0),
+    "distill.teacher": optional(str, PATH),
+    "distill.mode": one_of("reverse_kl", "forward_kl", "jsd"),
+    "distill.coef": above(0.0),
+    "distill.top_k": at_least(0),
+    "distill.temperature": above(0.0),
     "algorithm.filter_groups.max_num_gen_batches": at_least(1),
     "critic.path": optional(str, PATH),
     "critic.lr": at_least(0.0),

@@ -31,7 +31,9 @@ DEFAULT_COLUMNS = {
     "tools_key": "tools",
     "template_kwargs_key": "chat_template_kwargs",
     "system_key": "system",
+    "teacher_prompt_key": None,
 }
+TEACHER_PROMPT_KEY = "teacher_prompt_key"  # only for prompts
 
 # The keys for columns of preferences alone.
 PREFERENCE_KEYS = ("chosen_key", "rejected_key", "label_key")
@@ -99,9 +101,12 @@ def describe_use(
     lost = names_of(losses, LOST)
     unread = names_of(losses, UNREAD)
     named_columns = key_columns(options, with_response, has_answers=chat_columns is not None)
+    is_prompt = chat_columns is None and not with_response
     if chat_columns is None:
         chat_columns = columns_of_chat(row, shape, options, with_response)
     input_columns = columns_of_inputs(row, options)
+    if is_prompt and options.teacher_prompt_key:
+        input_columns.append(options.teacher_prompt_key)
     columns = [column for column in [*chat_columns, *input_columns] if column not in lost]
     present = [column for column, value in row.items() if not is_empty(value)]
     fields = list(fields_of_messages(row, chat_columns))
@@ -131,6 +136,8 @@ def key_columns(options, with_response: bool, has_answers: bool) -> list[str]:
     keys = [key for key in DEFAULT_COLUMNS if with_response or key != "response_key"]
     if not has_answers:
         keys = [key for key in keys if key not in PREFERENCE_KEYS]
+    if with_response or has_answers:
+        keys.remove(TEACHER_PROMPT_KEY)
     columns = [getattr(options, key) for key in keys]
     return [column for column in columns if column]
 

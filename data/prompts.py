@@ -38,11 +38,12 @@ from data.sources import read_file_rows
 from data.tokenization import CacheSpec, read_uses, tokenize_to_cache
 
 # Part of a cache's name. Increase it when encode_prompt() or the files of a cache change.
-VERSION = "prompts 10"
+VERSION = "prompts 11"
 # The keys of the section `data` that prompts depend on.
 OPTIONS = (
     "messages_key",
     "prompt_key",
+    "teacher_prompt_key",
     "images_key",
     "tools_key",
     "template_kwargs_key",
@@ -71,6 +72,7 @@ class Prompt:
         images: uint8 [height, width, 3] each.
         before_images: the tokens of `text`, with a single placeholder for each image; None for a
             prompt without images.
+        teacher_ids: the tokens of the prompt that the teacher sees; None: the same prompt.
     """
 
     input_ids: list[int]
@@ -79,6 +81,7 @@ class Prompt:
     question: str = ""
     images: Sequence[np.ndarray] = ()
     before_images: list[int] | None = None
+    teacher_ids: list[int] | None = None
 
 
 def tokenize_prompts(
@@ -114,13 +117,20 @@ def tokenize_row(
     """Return the columns of a row that differ from UNUSED. Run it with encode_together()."""
     standard_row, shape = read_shape(row, options, with_response=False)
     prompt = yield from encode_prompt(standard_row, chat, options, folder)
-    use = describe_use(row, shape, options, prompt.losses, with_response=False)
-    if prompt.is_dropped:
+    seen_by_teacher = None
+    losses = prompt.losses
+    if options.teacher_prompt_key:
+        seen_by_teacher = yield from encode_teacher_prompt(standard_row, chat, options, folder)
+        losses = [*losses, *seen_by_teacher.losses]
+    prompts = [prompt, seen_by_teacher] if seen_by_teacher else [prompt]
+    use = describe_use(row, shape, options, losses, with_response=False)
+    if any(encoded.is_dropped for encoded in prompts):
         return {"is_lost": True, "use": use}
     row = without_pixels(row, options.images_key)
     num_tokens = len(prompt.input_ids)
+    longest = max(len(encoded.input_ids) for encoded in prompts)
     kept = kept_tokens(num_tokens, options.max_prompt_length, options.truncation)
-    columns = {"length": num_tokens, "shape": shape, "use": use}
+    columns = {"length": longest, "shape": shape, "use": use}
     columns["image_files"] = list(prompt.images.files)
     kept_ids = prompt.input_ids[kept]
     would_be_cut = prompt.images.would_be_cut(kept)
@@ -128,6 +138,10 @@ def tokenize_row(
         return columns | {"cut": would_be_cut}
 
     record = {"text": prompt.text, "row": row, "question": prompt.question}
+    if seen_by_teacher:
+        record["teacher_ids"] = limit_teacher_prompt(seen_by_teacher.input_ids, options)
+        if not record["teacher_ids"]:
+            return columns
     num_cut = num_tokens - len(kept_ids)
     text_ids = kept_ids
     if prompt.images.images:
@@ -212,6 +226,29 @@ def encode_prompt(
     if not prompt.input_ids and not prompt.is_dropped:
         raise InputError("the prompt is empty")
     return prompt
+
+
+def encode_teacher_prompt(
+    row: dict, chat: ChatTokenizer, options, folder: Path
+) -> RowCoroutine[EncodedPrompt]:
+    """Encode the prompt in the column data.teacher_prompt_key: a string or a list of messages.
+
+    It has the tools, the template's arguments and the system message of the row.
+    """
+    key = options.teacher_prompt_key
+    value = row.get(key)
+    if not value:
+        raise InputError(f'"{key}" is missing or empty, and data.teacher_prompt_key={key} names it')
+    teacher_row = row | {options.messages_key: None, options.prompt_key: value}
+    try:
+        return (yield from encode_prompt(teacher_row, chat, options, folder))
+    except InputError as error:
+        raise InputError(f"data.teacher_prompt_key={key}: {error}") from error
+
+
+def limit_teacher_prompt(ids: list[int], options) -> list[int]:
+    """Return the tokens of a teacher's prompt, cut as prompts are."""
+    return ids[kept_tokens(len(ids), options.max_prompt_length, options.truncation)]
 
 
 def check_asks_for_turn(conversation: Conversation) -> None:

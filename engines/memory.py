@@ -24,6 +24,7 @@ LABELS = {
     "teacher_matrix": "output matrix of the teacher",
     "device_total": "device total",
     "offloaded": "offloaded to host memory",
+    "teacher_outputs": "kept from the teacher, host",
 }
 ONLY_IN_TRAINING = (
     "gradients",
@@ -31,7 +32,9 @@ ONLY_IN_TRAINING = (
     "unreduced_gradients",
     "output_matrix_gradient",
     "teacher_matrix",
+    "teacher_outputs",
 )
+NOT_ON_DEVICE = ("device_total", "offloaded", "teacher_outputs")
 MAY_BE_ON_HOST = ("parameters", "gradients", "optimizer")
 
 
@@ -45,10 +48,11 @@ class Estimate:
     activations             tensors that the forward pass keeps for the backward pass
     chunk_logits            logits of one chunk of tokens in the head, and their gradient
     output_matrix_gradient  the head's fp32 sum over chunks
-    teacher_matrix          the output matrix of the teacher, whole, in distillation without top_k
+    teacher_matrix          the output matrices of teachers, whole, in distillation without top_k
     gathered_weights        FSDP: weights that other ranks store, in the compute dtype
     unreduced_gradients     FSDP: gradients before they are reduced, and the copy that is reduced
     image_activations       activations of the vision tower
+    teacher_outputs         in host memory: what a teacher has computed for the tokens of a step
     offloaded               parameters and optimizer state that are in host memory when not in use
     is_on_host              parameters, gradients and optimizer are in host memory (cpu_offload)
     has_unknown_optimizer   the optimizer is the user's own; it is counted as if it were Adam
@@ -62,6 +66,7 @@ class Estimate:
     chunk_logits: float
     output_matrix_gradient: float | None
     teacher_matrix: float | None = None
+    teacher_outputs: float | None = None
     gathered_weights: float | None = None
     unreduced_gradients: float | None = None
     image_activations: float | None = None
@@ -76,7 +81,7 @@ class Estimate:
         total = 0
         for name in LABELS:
             is_on_device = not (self.is_on_host and name in MAY_BE_ON_HOST)
-            is_term = name not in ("device_total", "offloaded")
+            is_term = name not in NOT_ON_DEVICE
             if is_term and is_on_device:
                 total += getattr(self, name) or 0
         return total

@@ -4,26 +4,59 @@ import math
 from collections.abc import Callable
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 
 from engines.context_parallel import fixed_cp_size, has_dynamic_cp
 from engines.model.hf import read_hf_config
 from engines.model.lengths import longest_sequence
 from engines.model.shape import attention_widths, head_dim
+from engines.teacher_settings import distill_settings, teacher_paths, uses_teacher
 
 
 def teacher_matrix_bytes(config: DictConfig) -> float | None:
-    """Return the bytes of the teacher's output matrix in the compute dtype.
+    """Return the bytes of the teachers' output matrices in the compute dtype.
 
     None without a teacher, and with top_k, which needs no matrix while the student is trained.
     """
-    distill = OmegaConf.select(config, "algorithm.distill")
-    if distill is None or distill.teacher is None or distill.top_k:
+    if not uses_teacher(config) or distill_settings(config).top_k:
         return None
-    shape = read_hf_config(distill.teacher).get_text_config()
     dtype = getattr(torch, config.engine.compute_dtype)
-    return shape.vocab_size * shape.hidden_size * dtype.itemsize
+    shapes = teacher_shapes(config)
+    return sum(shape.vocab_size * shape.hidden_size * dtype.itemsize for shape in shapes)
+
+
+def teacher_outputs_bytes(config: DictConfig, world_size: int) -> float | None:
+    """Return the bytes of host memory for what a rank keeps from the teacher until the update.
+
+    This is for a step in which all sequences have the maximum length. None without a teacher.
+    """
+    if not uses_teacher(config):
+        return None
+    top_k = distill_settings(config).top_k
+    if top_k:
+        bytes_per_token = top_k * 4 + (top_k + 1) * 4  # int32 ids, fp32 log-probabilities
+    else:
+        dtype = getattr(torch, config.engine.compute_dtype)
+        widest = max(shape.hidden_size for shape in teacher_shapes(config))
+        bytes_per_token = widest * dtype.itemsize
+    num_sequences = config.data.train_batch_size
+    if "rollout" in config:
+        num_sequences *= config.rollout.n
+    engine = config.engine
+    ranks_per_share = (
+        engine.get("tensor_model_parallel_size", 1)
+        * engine.get("pipeline_model_parallel_size", 1)
+        * fixed_cp_size(engine)
+    )
+    num_shares = max(1, world_size // ranks_per_share)
+    return num_sequences * longest_sequence(config)[0] / num_shares * bytes_per_token
+
+
+def teacher_shapes(config: DictConfig) -> list:
+    """Return the transformers configurations of the teachers' decoders."""
+    paths = teacher_paths(config).values() or [config.model.path]
+    return [read_hf_config(path).get_text_config() for path in paths]
 
 
 def keys_per_token(

@@ -24,7 +24,7 @@ from engines.parallel.collectives import AllGatherSliceGrad
 from engines.parallel.device import to_device
 from engines.parallel.varlen import Zigzag
 from engines.planning import round_up
-from engines.teacher import FIELDS as TEACHER_FIELDS, TeacherRows
+from engines.teacher import OUTPUTS as TEACHER_OUTPUTS, TeacherRows
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ def lay_out(
         fields={
             name: move(values)
             for name, values in batch.fields.items()
-            if name not in TEACHER_FIELDS
+            if name not in TEACHER_OUTPUTS
         },
         num_tokens=len(batch.input_ids),
         ahead=[

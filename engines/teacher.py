@@ -9,7 +9,7 @@ in which the student is trained:
     teacher_hidden     [T, h] of the compute dtype, in their place: its last hidden states, if the
                        divergence covers the whole vocabulary. The student's head then applies the
                        teacher's output matrix to them, a chunk of tokens at a time
-    teacher_number     [T] int64: which of several teachers; only with teacher_hidden
+    teacher_number     [T] int64: which of several teachers; equal for all tokens of a sequence
 
 Entry t belongs to the prediction of token t.
 """
@@ -30,7 +30,9 @@ from engines.divergence import (
 from engines.logprobs import LogProbSettings
 from engines.parallel.device import to_device
 
-FIELDS = ("teacher_ids", "teacher_log_probs", "teacher_hidden", "teacher_number")
+NUMBER = "teacher_number"
+OUTPUTS = ("teacher_ids", "teacher_log_probs", "teacher_hidden")
+FIELDS = (*OUTPUTS, NUMBER)
 
 
 class TeacherRows:
@@ -95,7 +97,10 @@ class Distillation:
             )
         result = torch.zeros(len(hidden), device=hidden.device)
         for number, teacher in enumerate(self.teachers):
-            taught = (rows.teacher_number == number).nonzero()[:, 0]
+            taught = torch.arange(len(hidden))
+            if rows.teacher_number is not None:
+                taught = (rows.teacher_number == number).nonzero()[:, 0]
+            # The rows are as wide as the hidden states of the widest teacher.
             hidden_size = teacher.weight.shape[1]
             teacher_hidden = rows.teacher_hidden[taught, :hidden_size]
             taught = to_device(taught, hidden.device)

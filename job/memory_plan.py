@@ -9,11 +9,11 @@ from engines.build import engine_class
 from engines.heads import Head
 from engines.memory import GIB, Estimate
 from engines.model.lengths import longest_sequence
+from engines.teacher_settings import is_frozen
 from job.hardware import Hardware
 from rollout.vllm import adapters
 from rollout.vllm.capacity import ASLEEP_BYTES, AwakeMemory
 
-FROZEN_ROLES = ("reference", "teacher")
 FULL = 0.95  # share of the device above which a run is likely to run out of memory
 
 
@@ -65,7 +65,7 @@ class MemoryPlan:
             self.hardware.world_size,
             self.hardware.device_type,
             Head.VALUES if role == "critic" else Head.LOG_PROBS,
-            role not in FROZEN_ROLES,
+            not is_frozen(role),
         )
         return max(stages, key=lambda stage: stage.device_total)
 
@@ -183,7 +183,7 @@ class MemoryPlan:
                 continue
             estimate = self.estimate(role, config)
             for part in ("parameters", "optimizer"):
-                key = "reference" if role in FROZEN_ROLES else part
+                key = "reference" if is_frozen(role) else part
                 if not config.offload[key]:
                     setting = f"offload.{key}=true"
                     savings[setting] = savings.get(setting, 0) + (getattr(estimate, part) or 0)

@@ -4,17 +4,17 @@ import os
 from pathlib import Path
 
 from config import InputError
+from engines.teacher_settings import teacher_paths
 
 TOKENS_AT_ONCE = 1 << 22  # the number of tokens that are searched at a time
 # Files to download from the hub: tokenizer, chat template, the model's own code, and its weights.
 DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 WEIGHT_FILES = ["*.safetensors"]
-# Role -> the key that names its model. A script has only some of them.
+# Role -> the key that names its model, besides those of teachers. A script has only some of them.
 MODEL_KEYS = {
     "model": "model.path",
     "critic": "critic.path",
     "reference": "reference.path",
-    "teacher": "algorithm.distill.teacher",
 }
 
 
@@ -27,12 +27,13 @@ def with_local_models(config):
     from omegaconf import OmegaConf
 
     patterns = DESCRIPTION_FILES if config.dry_run else DESCRIPTION_FILES + WEIGHT_FILES
-    paths = []
-    for key in MODEL_KEYS.values():
-        path = OmegaConf.select(config, key)
+    paths = {key: OmegaConf.select(config, key) for key in MODEL_KEYS.values()}
+    paths |= teacher_paths(config)
+    changes = OmegaConf.create()
+    for key, path in paths.items():
         if path is not None and not Path(path).is_dir():
-            paths.append(f"{key}={download(path, key, patterns)}")
-    return OmegaConf.merge(config, OmegaConf.from_dotlist(paths))
+            OmegaConf.update(changes, key, download(path, key, patterns))
+    return OmegaConf.merge(config, changes)
 
 
 def base_name(config) -> str:
@@ -91,13 +92,14 @@ def load_processor(config, tokenizer):
     from data.images.processor import Processor
 
     processor = Processor(config.model.path, tokenizer, dropped_keys)
-    for role in ("critic", "reference", "teacher"):
-        path = OmegaConf.select(config, MODEL_KEYS[role])
+    keys = [MODEL_KEYS[role] for role in ("critic", "reference")]
+    paths = {key: OmegaConf.select(config, key) for key in keys} | teacher_paths(config)
+    for key, path in paths.items():
         if not path or path == config.model.path:
             continue
         if not processor.reads_as(Processor(path, dropped=dropped_keys)):
             raise InputError(
-                f"{MODEL_KEYS[role]}={path} processes images differently from "
+                f"{key}={path} processes images differently from "
                 f"model.path={config.model.path}: give both the same processor"
             )
     # Older models store the chat template with the processor.

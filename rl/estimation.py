@@ -127,6 +127,10 @@ class ResponseTokens:
         ]
         return self.share.gather_responses(torch.stack(reduced, 1))
 
+    def sum_by_response(self, x: Tensor) -> Tensor:
+        """Return the sum of x [T] over the tokens of each response: [n] float64."""
+        return self.reduce((x, "sum"))[:, 0]
+
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of x [T] over all response tokens of the step: a float64 scalar."""
         return self.reduce((x, "sum")).sum()
@@ -290,6 +294,9 @@ def advantage_inputs(
         part_weights=part_weights(config, samples),
         num_sequences=len(units),
         total=tokens.total,
+        step_rewards=fields.get("turn_rewards"),
+        step_ends=fields.get("step_ends"),
+        sum_by_response=tokens.sum_by_response,
         gamma=config.algorithm.gamma,
         lam=config.algorithm.lam,
     )

@@ -49,6 +49,10 @@ class AdvantageInputs:
     rollout_log_probs  [T] fp32: vLLM's
     outcome            [n] fp32: the score, minus the configured penalties
     lengths            [n] int64: the number of tokens of each response
+    step_rewards       [T] fp32: with reward.step_rewards, each step's reward, at its last token
+    step_ends          [T] fp32: 1 at the last token of each step
+    sum_by_response    function: x [T] -> [n] float64, the sums of x over the tokens of each
+                       response, on all ranks
     parts              name -> [n] fp32: the named parts of the scores
     part_weights       name -> float: reward.weights, which is 1 for a part that it does not name
     num_sequences      n
@@ -80,6 +84,9 @@ class AdvantageInputs:
     part_weights: Mapping[str, float] | None = None
     num_sequences: int
     total: Total = per_token()
+    step_rewards: Tensor | None = per_token(default=None)
+    step_ends: Tensor | None = per_token(default=None)
+    sum_by_response: Callable[[Tensor], Tensor] | None = per_token(default=None)
     gamma: float
     lam: float
 

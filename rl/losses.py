@@ -59,7 +59,7 @@ class ActorLoss:
             loss = loss + algorithm.kl_loss_coef * amounts["kl_loss"]
         if "divergence" in fields:
             divergence = fields["divergence"]
-            amounts["distill/divergence"] = (divergence.detach() * token_weight).sum()
+            amounts |= self.divergence_amounts(divergence.detach() * token_weight, fields)
             loss = loss + algorithm.distill.coef * (divergence * loss_weight).sum()
         if "old_log_probs" not in fields:
             # Otherwise set_advantages() has reported these, including the rejected tokens.
@@ -71,6 +71,18 @@ class ActorLoss:
                 f"rollout_corr/{name}": (x * token_weight).sum() for name, x in gaps.items()
             }
         return loss, amounts
+
+    def divergence_amounts(self, divergence: Tensor, fields: Fields) -> Amounts:
+        """Return the metrics of the weighted divergences [T], also for each of several teachers.
+
+        rl/teacher.py divides those of a teacher by its share of the tokens.
+        """
+        amounts = {"distill/divergence": divergence.sum()}
+        for number, name in enumerate(self.config.algorithm.distill.teachers):
+            is_taught = fields["teacher_number"] == number
+            amounts[f"distill/divergence/{name}"] = (divergence * is_taught).sum()
+            amounts[f"distill/share/{name}"] = (fields["token_weight"] * is_taught).sum()
+        return amounts
 
     def policy_losses(
         self,

@@ -8,8 +8,10 @@ from config import defaults
 from engines.build import engine_class
 from engines.heads import Head
 from engines.reference import check_same_vocabulary, reference_config
+from engines.teacher_settings import teacher_roles, uses_teacher
+from engines.teaching import teacher_config, without_teacher
 from rl.functions import inputs_read
-from rl.teacher import check_teacher, teacher_config, uses_teacher
+from rl.teacher import check_teachers
 
 
 def uses_critic(config: DictConfig) -> bool:
@@ -33,17 +35,18 @@ def longest_response(config: DictConfig) -> int:
 def role_configs(config: DictConfig) -> dict[str, DictConfig]:
     """Return the configuration of each engine of this run, by role.
 
-    The roles are actor, critic, reference and teacher, in the order in which they are built. With
-    adapters and no reference.path, there is no engine for the reference: the actor without its
-    adapters serves as one.
+    The roles are actor, critic, reference and teacher, in the order in which they are built;
+    several teachers are "teacher NAME". With adapters and no reference.path, there is no engine for
+    the reference: the actor without its adapters serves as one. A policy that teaches itself needs
+    no engine for the teacher.
     """
     roles = {"actor": config}
     if uses_critic(config):
         roles["critic"] = critic_config(config)
     if uses_reference(config) and (config.reference.path or not config.model.lora.rank):
         roles["reference"] = reference_config(config)
-    if uses_teacher(config):
-        roles["teacher"] = teacher_config(config)
+    for role, path in teacher_roles(config).items():
+        roles[role] = teacher_config(config, path)
     return roles
 
 
@@ -54,12 +57,8 @@ def critic_config(config: DictConfig) -> DictConfig:
         "lora": {"adapter_path": None},
         "mtp": defaults("model.mtp"),
     }
-    changes = {
-        "model": model,
-        "optim": {"lr": config.critic.lr},
-        "algorithm": {"distill": {"teacher": None}},
-    }
-    return OmegaConf.merge(config, changes)
+    changes = {"model": model, "optim": {"lr": config.critic.lr}}
+    return OmegaConf.merge(without_teacher(config), changes)
 
 
 def head_of(role: str) -> Head:
@@ -79,11 +78,11 @@ def check_models(config: DictConfig, world_size: int) -> Any:
         for role, settings in role_configs(config).items()
     }
     actor = hf_configs["actor"]
-    teacher = hf_configs.pop("teacher", None)
-    if teacher is not None:
-        check_teacher(config, actor.vocab_size, teacher.vocab_size)
+    check_teachers(config, hf_configs)
+    teachers = teacher_roles(config)
     for role, hf_config in hf_configs.items():
-        check_same_vocabulary(config, role, hf_config, actor)
+        if role not in teachers:
+            check_same_vocabulary(config, role, hf_config, actor)
     return actor
 
 

@@ -7,7 +7,7 @@ Setting a key that has no effect in this run is an error. The key's comment has 
 A requirement is one condition, or several joined by "or":
 
     (needs algorithm.use_kl_loss=true)           a key has this value
-    (needs rollout.speculative)                  a key is set: neither null, none nor false
+    (needs rollout.speculative)                  a key is set: neither null, none, false nor {}
     (needs validation.temperature above 0)       a key is larger than a number
     (needs an adv_estimator that reads gamma)    the function in this key reads an input
 
@@ -58,7 +58,8 @@ class Condition:
             function_keys, inputs = self._reading()
             return bool(inputs & inputs_read(config, *function_keys))
         if self.form == "is set":
-            return OmegaConf.select(config, self.text) not in UNSET
+            value = OmegaConf.select(config, self.text)
+            return value not in UNSET and value != {}
         key, operand = self.parts
         value = OmegaConf.select(config, key)
         if self.form == "above":

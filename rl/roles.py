@@ -20,12 +20,13 @@ from engines.checkpoint.checkpointer import Checkpointer, read_files
 from engines.checkpoint.export import export_hf
 from engines.heads import Head
 from engines.parallel import device
+from engines.teacher_settings import teacher_roles, uses_teacher
+from engines.teaching import Teachers
 from profiling import Profiler
-from rl import collecting, estimation, updates
+from rl import collecting, estimation, teacher, updates
 from rl.collecting import BatchSource, PartialSource
 from rl.losses import ActorLoss, critic_loss
 from rl.models import mini_batch_prompts, needs_old_log_probs, role_configs, uses_reference
-from rl.teacher import Teacher
 from rollout.drawing import Request, Sampler
 from rollout.episodes.drawing import EpisodeSampler
 from rollout.episodes.runner import EpisodeRunner
@@ -57,7 +58,7 @@ class Roles:
     critic     an engine with a value head, or None if nothing reads values
     reference  an engine, or None if nothing reads its log-probabilities, or if the actor without
                its adapters is the reference
-    teacher    a frozen model whose distributions the actor learns, or None
+    teachers   the models whose distributions the actor learns, or None
     rollout    vLLM, which holds the actor's weights while it is awake
     grader     the processes that call the reward function, or play episodes
     """
@@ -101,9 +102,10 @@ class Roles:
         self.reference = None
         if "reference" in role_config:
             self.reference = self._build_frozen(role_config["reference"], total_steps)
-        self.teacher = None
-        if "teacher" in role_config:
-            self.teacher = self._build_teacher(role_config["teacher"], total_steps)
+        self.teachers = None
+        if uses_teacher(config):
+            teachers = [role_config[role] for role in teacher_roles(config)]
+            self.teachers = self._build_teachers(teachers, total_steps)
 
     def _choose_offloads(self) -> None:
         """Choose the tensors that are moved to host memory while their engine does not need them.
@@ -133,10 +135,9 @@ class Roles:
         offloaded = self.reference_offloaded
         return self._build(config, num_steps, offloaded, optimize=False, head=Head.LOG_PROBS)
 
-    def _build_teacher(self, config: DictConfig, num_steps: int) -> Teacher:
-        engine = self._build_frozen(config, num_steps)
-        num_tokens = self.actor.head.vocab_size
-        return Teacher(self.config, engine, num_tokens, self.reference_offloaded)
+    def _build_teachers(self, configs: Sequence[DictConfig], num_steps: int) -> Teachers:
+        engines = [self._build_frozen(config, num_steps) for config in configs]
+        return Teachers(self.config, engines, self.actor, self.reference_offloaded)
 
     def _build(
         self, config: DictConfig, num_steps: int, offloaded: Sequence[str], **options
@@ -329,7 +330,11 @@ class Roles:
         """Return this rank's share of the samples; ranks exchange the tokens."""
         mini_batches = samples.mini_batches(mini_batch_prompts(self.config))
         with self.profiler.stage("divide"):
-            return divide(samples, mini_batches, self.actor, self.host_group)
+            teacher.number_teachers(self.config, samples)
+            seen_by_teacher = None
+            if self.config.data.teacher_prompt_key:
+                seen_by_teacher = teacher.behind_teacher_prompts(samples, self.host_group)
+            return divide(samples, mini_batches, self.actor, self.host_group, seen_by_teacher)
 
     def compute_log_probs(self, share: Share, step: int) -> None:
         """Fill old_log_probs, ref_log_probs and the teacher's fields, if something reads them."""
@@ -345,9 +350,9 @@ class Roles:
             with self.profiler.stage("ref_compute_log_prob", self.actor):
                 with self.actor.without_adapters():
                     fields["ref_log_probs"] = updates.log_probs(self.actor, share)
-        if self.teacher:
-            with self.profiler.stage("teacher_compute", self.teacher.engine):
-                self.teacher.compute(share)
+        if self.teachers:
+            with self.profiler.stage("teacher_compute", self.teachers.engine):
+                teacher.compute(self.teachers, share)
 
     def compute_values(self, share: Share) -> None:
         """Fill the field values, if there is a critic."""
@@ -382,9 +387,11 @@ class Roles:
             return {}
         num_epochs = self.config.algorithm.ppo_epochs
         loss_fn = ActorLoss(self.config, len(share.batch))
-        teaching = self.teacher.teaching(self.actor) if self.teacher else nullcontext()
+        teaching = self.teachers.teaching(self.actor) if self.teachers else nullcontext()
+        parts = share.parts
         with self.profiler.stage("actor_update", self.actor), teaching:
-            return updates.update(self.actor, share.parts, loss_fn, actor_step, num_epochs, "actor")
+            metrics = updates.update(self.actor, parts, loss_fn, actor_step, num_epochs, "actor")
+        return teacher.teacher_metrics(self.config, metrics)
 
     def memory(self) -> dict[str, float]:
         """Return the GiB that all processes use on the device; on a CPU, this process's peak."""

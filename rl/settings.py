@@ -10,6 +10,7 @@ from config import InputError, defaults
 from engines.context_parallel import sequence_limit
 from engines.model import mtp
 from engines.model.lengths import longest_sequence
+from rewards import REWARDS
 from rl.functions import (
     FUNCTIONS,
     AdvantageInputs,
@@ -36,6 +37,7 @@ def check_settings(config: DictConfig) -> None:
     for key in FUNCTIONS:
         find_function(config, key)
     check_advantage_inputs(config)
+    check_step_rewards(config)
     check_estimator_teaches(config)
     check_whitening(config)
     check_policy_loss_accepts(config)
@@ -68,6 +70,30 @@ def check_advantage_inputs(config: DictConfig) -> None:
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} names {min(token_inputs)}, "
             "which covers one rank's tokens: name outcome instead, which covers all responses, or "
             "name num_sequences too, and add up over all ranks with total (docs/forking.md)"
+        )
+
+
+def check_step_rewards(config: DictConfig) -> None:
+    """Raise InputError if rewards of steps are read but not given, or given but misread."""
+    reads = inputs_read(config, "adv_estimator")
+    estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    if not config.reward.step_rewards:
+        if {"step_rewards", "step_ends"} & reads:
+            raise InputError(
+                f"{estimator} needs reward.step_rewards=true, and a reward.function that returns "
+                "the rewards of steps"
+            )
+        return
+    function = config.reward.function
+    if function in REWARDS:
+        raise InputError(
+            f"reward.step_rewards=true does not work with reward.function={function}, which "
+            "returns no steps: name a function of your own"
+        )
+    if "parts" in reads:
+        raise InputError(
+            f"reward.step_rewards=true does not work with {estimator}, which reads only the named "
+            "parts of the reward: choose another estimator, such as grpo_steps"
         )
 
 
@@ -216,7 +242,7 @@ def check_episodes(config: DictConfig) -> None:
     if not episode:
         return
     unused = ("function", "kwargs", "num_workers", "timeout", "concurrency", "skip_special_tokens")
-    for key in unused:
+    for key in (*unused, "step_rewards"):
         if config.reward[key] != defaults("reward")[key]:
             raise InputError(
                 f"reward.{key}={config.reward[key]} does nothing with rollout.episode={episode}, "

@@ -1,21 +1,35 @@
-"""The teacher of on-policy distillation: its checks, and its part in a step.
+"""The teachers of on-policy distillation: their checks, and their part in a step.
 
 The policy generates. A frozen teacher computes its own next-token distributions for the tokens of
 these responses. The actor's loss contains the divergence between both distributions at each token
 (engines/divergence.py), weighted like the policy loss.
+
+With several teachers, a column of each row names its own. With data.teacher_prompt_key, the teacher
+sees the same response behind another prompt. Such a teacher may be the policy itself.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from config import InputError, defaults
-from engines.base import Engine
-from engines.divergence import Divergence, TeacherHead
-from engines.teacher import Distillation, HiddenHead, TopKHead
-from rl import updates
+from data.batching.batch import Batch, make_cu_seqlens
+from data.prompts import PromptDataset
+from engines.context_parallel import has_dynamic_cp
+from engines.teacher import NUMBER
+from engines.teacher_settings import (
+    has_several,
+    is_self_taught,
+    teacher_paths,
+    teacher_roles,
+    uses_teacher,
+)
+from engines.teaching import Teachers, check_top_k, check_vocabulary, move_outputs
+from rollout.exchange import sum_over_ranks
+from rollout.samples import Samples
 from rollout.sharing import Share
 
 # These keys shape the policy loss, which algorithm.distill.only leaves out.
@@ -34,29 +48,14 @@ KEYS_OF_POLICY_LOSS = (
     "algorithm.rollout_is",
     "algorithm.filter_groups.enable",
     "reward.overlong_buffer",
+    "reward.step_rewards",
 )
 NO_REWARD = "none"
 
 
-def uses_teacher(config: DictConfig) -> bool:
-    """Return whether the loss contains the divergence from a teacher."""
-    return config.algorithm.distill.teacher is not None
-
-
-def teacher_config(config: DictConfig) -> DictConfig:
-    """Return the teacher's configuration: a model without adapters, MTP layers or freezing."""
-    model = {
-        "path": config.algorithm.distill.teacher,
-        "freeze": [],
-        "lora": defaults("model.lora"),
-        "mtp": defaults("model.mtp"),
-    }
-    algorithm = {"distill": {"teacher": None}}  # It has no teacher itself.
-    return OmegaConf.merge(config, {"model": model, "algorithm": algorithm})
-
-
 def check_distillation(config: DictConfig) -> None:
     """Raise InputError for settings that have no effect with, or without, a teacher."""
+    check_teacher_settings(config)
     if not config.algorithm.distill.only:
         if config.reward.function == NO_REWARD and not config.rollout.episode:
             raise InputError(
@@ -74,114 +73,138 @@ def check_distillation(config: DictConfig) -> None:
             )
 
 
-def check_teacher(config: DictConfig, num_tokens: int, num_teacher_tokens: int) -> None:
+def check_teacher_settings(config: DictConfig) -> None:
+    """Raise InputError for settings of teachers that contradict each other."""
+    distill = config.algorithm.distill
+    prompt_key = config.data.teacher_prompt_key
+    if distill.teacher is not None and has_several(config):
+        raise InputError(
+            f"algorithm.distill.teacher={distill.teacher} and algorithm.distill.teachers name "
+            "teachers twice: leave out one of the two"
+        )
+    if is_self_taught(config) and prompt_key is None:
+        raise InputError(
+            "algorithm.distill.teacher=self teaches nothing without data.teacher_prompt_key: with "
+            "the same prompt, the policy and its teacher are the same. Name a column with another "
+            "prompt"
+        )
+    if prompt_key is None:
+        return
+    setting = f"data.teacher_prompt_key={prompt_key}"
+    if config.rollout.episode:
+        raise InputError(
+            f"{setting} does not work with rollout.episode={config.rollout.episode}, which makes "
+            "the prompts itself: leave out one of the two"
+        )
+    if config.model.images:
+        raise InputError(
+            f"{setting} does not work with model.images=true yet: leave out one of the two"
+        )
+    if has_dynamic_cp(config.engine):
+        raise InputError(
+            f"{setting} does not work with engine.context_parallel_size=auto, which chooses groups "
+            "of ranks by the lengths of the policy's sequences: set a number"
+        )
+
+
+def check_teachers(config: DictConfig, hf_configs: dict[str, Any]) -> None:
     """Raise InputError for a teacher that does not share the policy's vocabulary.
 
-    Both models may have further rows in their embeddings, which pad the vocabulary.
-
-    Args:
-        num_tokens, num_teacher_tokens: the rows in the embedding of each model.
+    hf_configs: the Hugging Face configurations of the actor and of the teachers, by role.
     """
-    distill = config.algorithm.distill
-    name = f"algorithm.distill.teacher={distill.teacher}"
-    num_common = min(num_tokens, num_teacher_tokens)
-    if distill.top_k > num_common:
-        raise InputError(
-            f"algorithm.distill.top_k={distill.top_k} is more than the {num_common} tokens of the "
-            "vocabulary: lower it, or set algorithm.distill.top_k=0 for all tokens"
-        )
-    policy_vocabulary = vocabulary(config.model.path)
-    teacher_vocabulary = vocabulary(distill.teacher)
-    if teacher_vocabulary is None or policy_vocabulary is None:
-        if num_tokens != num_teacher_tokens:
-            raise InputError(
-                f"{name} has no tokenizer and {num_teacher_tokens} tokens, but "
-                f"model.path={config.model.path} has {num_tokens}: choose models with the same "
-                "vocabulary"
-            )
+    if not uses_teacher(config):
         return
-    for token_id in sorted(policy_vocabulary.keys() & teacher_vocabulary.keys()):
-        if policy_vocabulary[token_id] != teacher_vocabulary[token_id]:
+    num_tokens = hf_configs["actor"].vocab_size
+    check_top_k(config, num_tokens)
+    for role, (key, path) in zip(teacher_roles(config), teacher_paths(config).items()):
+        num_teacher_tokens = hf_configs[role].vocab_size
+        check_top_k(config, min(num_tokens, num_teacher_tokens))
+        check_vocabulary(config, f"{key}={path}", path, num_tokens, num_teacher_tokens)
+
+
+def check_rows(config: DictConfig, dataset: PromptDataset) -> None:
+    """Raise InputError if a training row does not name one of several teachers."""
+    distill = config.algorithm.distill
+    if not has_several(config):
+        return
+    names = list(distill.teachers)
+    for number, row in enumerate(dataset.rows):
+        name = row.get(distill.teacher_key)
+        if name not in names:
+            problem = f"names the teacher {name!r}" if name is not None else "names no teacher"
             raise InputError(
-                f"{name} has another vocabulary than model.path={config.model.path}: token "
-                f"{token_id} is {teacher_vocabulary[token_id]!r} there and "
-                f"{policy_vocabulary[token_id]!r} here. Choose models with the same vocabulary"
+                f"data.train_files={config.data.train_files}: row {number + 1} of those that are "
+                f"used {problem} in the column {distill.teacher_key}: it must be one of "
+                f"{', '.join(names)}, the keys of algorithm.distill.teachers"
             )
-    largest = max(policy_vocabulary)
-    if largest >= num_teacher_tokens:
-        raise InputError(
-            f"{name} has an embedding of {num_teacher_tokens} tokens and lacks the token "
-            f"{policy_vocabulary[largest]!r} ({largest}) of model.path={config.model.path}: choose "
-            "models with the same vocabulary"
-        )
 
 
-def vocabulary(path: str) -> dict[int, str] | None:
-    """Return token id -> token of the tokenizer in a directory; None if there is none."""
-    from transformers import AutoTokenizer
+def number_teachers(config: DictConfig, samples: Samples) -> None:
+    """Give the tokens of each response the number of their teacher, if there are several."""
+    if not has_several(config):
+        return
+    distill = config.algorithm.distill
+    number_of = {name: number for number, name in enumerate(distill.teachers)}
+    numbers = [number_of[prompt.row[distill.teacher_key]] for prompt in samples.prompts]
+    samples.batch.fields[NUMBER] = torch.repeat_interleave(
+        torch.tensor(numbers, dtype=torch.int64), samples.batch.cu_seqlens.diff()
+    )
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError):
-        return None
-    return {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+
+def behind_teacher_prompts(samples: Samples, group: dist.ProcessGroup | None = None) -> Samples:
+    """Return the same responses behind the prompts that the teacher sees. Called by all ranks."""
+    batch = samples.batch
+    sequences = []
+    masks = []
+    for number, prompt in enumerate(samples.prompts):
+        tokens = slice(int(batch.cu_seqlens[number]), int(batch.cu_seqlens[number + 1]))
+        mask = batch.fields["loss_mask"][tokens]
+        teacher_prompt = torch.tensor(prompt.teacher_ids, dtype=torch.int64)
+        # A response is everything from the first sampled token on.
+        start = int(mask.nonzero()[0, 0]) if mask.any() else len(mask)
+        sequences += [teacher_prompt, batch.input_ids[tokens][start:]]
+        masks += [mask.new_zeros(len(teacher_prompt)), mask[start:]]
+    own_lengths = torch.tensor([len(x) for x in sequences], dtype=torch.int64).view(-1, 2).sum(1)
+    lengths = torch.zeros(len(samples), dtype=torch.int64)
+    lengths[samples.held] = own_lengths
+    fields = {"loss_mask": torch.cat([*masks, torch.empty(0)])}
+    if NUMBER in batch.fields:
+        numbers = batch.fields[NUMBER][batch.cu_seqlens[:-1]]
+        fields[NUMBER] = torch.repeat_interleave(numbers, own_lengths)
+    input_ids = torch.cat([*sequences, torch.empty(0, dtype=torch.int64)])
+    return replace(
+        samples,
+        batch=Batch(input_ids, make_cu_seqlens(own_lengths), fields),
+        lengths=sum_over_ranks(lengths, group),
+    )
 
 
-class Teacher:
-    """The frozen engine of the teacher, and what it has computed for the current step.
+def compute(teachers: Teachers, share: Share) -> None:
+    """Fill the fields of the share that engines/teacher.py lists."""
+    if share.teacher_batch is None:
+        parts = [(batch, plan.micro_batches) for batch, plan in share.parts]
+        share.batch.fields |= teachers.compute(parts)
+        return
+    batch = share.teacher_batch
+    outputs = teachers.compute([(batch, teachers.engine.divide_share(batch.lengths))])
+    is_from = batch.fields["loss_mask"] != 0
+    is_to = share.batch.fields["loss_mask"] != 0
+    share.batch.fields |= move_outputs(outputs, is_from, is_to)
 
-    engine     computes the teacher's outputs
-    offloaded  the parts that are moved to host memory while the teacher is not used
-    matrix     its output matrix [V, h] on the device, from compute() to the end of the update; None
-               with top_k
+
+def teacher_metrics(config: DictConfig, metrics: dict[str, float]) -> dict[str, float]:
+    """Return metrics with the mean divergence from each of several teachers.
+
+    metrics: with the losses' sums distill/divergence/NAME, and distill/share/NAME, the share of the
+    tokens that each teacher has taught. Without such tokens, there is no mean.
     """
-
-    def __init__(
-        self, config: DictConfig, engine: Engine, num_tokens: int, offloaded: list[str]
-    ) -> None:
-        """num_tokens: the rows in the embedding of the policy."""
-        self.settings = config.algorithm.distill
-        self.engine = engine
-        self.num_tokens = num_tokens
-        self.offloaded = offloaded
-        self.matrix: torch.Tensor | None = None
-
-    def compute(self, share: Share) -> None:
-        """Fill the fields of the share that engines/teacher.py lists.
-
-        Only the last pipeline stage gets them.
-        """
-        fields = share.batch.fields
-        if self.settings.top_k:
-            head = TopKHead(
-                self.engine.head,
-                self.settings.top_k,
-                self.num_tokens,
-                self.settings.temperature,
-            )
-            outputs = updates.token_outputs(self.engine, head, share)
-            fields |= dict(zip(("teacher_ids", "teacher_log_probs"), outputs))
-        else:
-            outputs = updates.token_outputs(self.engine, HiddenHead(), share)
-            if outputs:
-                fields["teacher_hidden"] = outputs[0]
-                fields["teacher_number"] = torch.zeros(len(outputs[0]), dtype=torch.int64)
-            self.matrix = self.engine.output_matrix()
-        self.engine.offload(*self.offloaded)
-
-    @contextmanager
-    def teaching(self, student: Engine) -> Iterator[None]:
-        """Within this block, the student's loss gets the divergence from the teacher."""
-        teachers = []
-        if self.matrix is not None:
-            transform = self.engine.head.settings.transform
-            transform = transform._replace(temperature=self.settings.temperature)
-            teachers.append(TeacherHead(self.matrix, transform))
-        student.head.distillation = Distillation(
-            Divergence(self.settings.mode), self.settings.temperature, teachers
-        )
-        try:
-            yield
-        finally:
-            student.head.distillation = None
-            self.matrix = None
+    metrics = dict(metrics)
+    for name in config.algorithm.distill.teachers:
+        key = f"distill/divergence/{name}"
+        if key not in metrics:
+            continue
+        total = metrics.pop(key)
+        taught_share = metrics[f"distill/share/{name}"]
+        if taught_share:
+            metrics[key] = total / taught_share
+    return metrics

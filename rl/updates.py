@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from algorithms.rollout_correction import effective_sample_size
 from data.batching.batch import Batch
@@ -27,15 +27,6 @@ def compute(function: Callable[[Batch, MicroBatches], Tensor], share: Share) -> 
 def log_probs(engine: Engine, share: Share) -> Tensor:
     """Return the log-probability of each token of a share: [T] fp32 on the host."""
     return compute(lambda batch, micro_batches: engine.log_probs(batch, micro_batches)[0], share)
-
-
-def token_outputs(engine: Engine, head: nn.Module, share: Share) -> tuple[Tensor, ...]:
-    """Return the outputs of another head for all tokens of a share: [T, ...] each, on the host.
-
-    Empty, except on the last pipeline stage. See Engine.token_outputs().
-    """
-    results = [engine.token_outputs(batch, head, plan.micro_batches) for batch, plan in share.parts]
-    return tuple(map(torch.cat, zip(*results)))
 
 
 def update(

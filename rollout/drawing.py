@@ -24,6 +24,7 @@ from rollout.exchange import gather_on_all_ranks, sum_over_ranks
 from rollout.grading.grader import Failure, Grader, Result, Reward
 from rollout.grading.pool import WorkerPool
 from rollout.samples import Samples
+from rollout.steps import place_steps
 from rollout.texts import decode_responses
 from rollout.vllm.engine import Rollout
 from rollout.vllm.image_prompts import ImagePrompt
@@ -261,11 +262,9 @@ class Sampler:
         tokens = batch.fields["loss_mask"].nonzero()[:, 0]
         response_lengths = torch.searchsorted(tokens, batch.cu_seqlens).diff()
         responses = batch.input_ids[tokens].split(response_lengths.tolist())
+        responses = [response.tolist() for response in responses]
         texts = decode_responses(
-            self.tokenizer,
-            [response.tolist() for response in responses],
-            request.sampling.stop,
-            self.skip_special_tokens,
+            self.tokenizer, responses, request.sampling.stop, self.skip_special_tokens
         )
         items = [(prompt.text, text, prompt.row) for prompt, text in zip(prompts, texts)]
         groups = assignment.position[index].tolist()
@@ -275,6 +274,14 @@ class Sampler:
         results = self.grader.grade(items, groups, max_failures)
         agree_on_parts(self.grader, index, results, self.host_group)
         results = self.grader.check_parts(items, results)
+        if self.grader.has_steps:
+            steps = place_steps(self.tokenizer, responses, results, self.skip_special_tokens)
+            zeros = torch.zeros(len(batch.input_ids))
+            step_fields = {
+                "turn_rewards": zeros.index_copy(0, tokens, steps.rewards),
+                "step_ends": zeros.index_copy(0, tokens, steps.ends),
+            }
+            batch = replace(batch, fields=batch.fields | step_fields)
         truncated = generation.truncated[kept]
         return Graded(index, batch, texts, prompts, truncated, response_lengths, results)
 

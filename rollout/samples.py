@@ -73,7 +73,8 @@ class Samples:
     batch       the m prompts and responses, packed; fields loss_mask (1 on sampled tokens),
                 rollout_log_probs and, for episodes, turn_rewards: the rewards of single turns, each
                 at the last token of its turn. A score includes the turn rewards of its episode.
-                Either all draws and ranks have turn_rewards, or none
+                Either all draws and ranks have turn_rewards, or none. With reward.step_rewards,
+                the steps of a response are such turns, and step_ends is 1 at their last tokens
     texts       the m responses as text
     details     for people: more about each of the m sequences, in JSON; empty if there is nothing
     prompts     the m prompts

@@ -33,6 +33,7 @@ class Share:
     is_reporter   [m] bool: whether this rank reports the numbers of a response to the other ranks:
                   it does if it is the first rank that trains on the response
     group         the group of all ranks for tensors in host memory; None: the default group
+    teacher_batch  the same responses behind the prompts that a teacher sees; None: the same prompts
     """
 
     batch: Batch
@@ -41,6 +42,7 @@ class Share:
     plans: list[Plan]
     is_reporter: Tensor
     group: dist.ProcessGroup | None = None
+    teacher_batch: Batch | None = None
 
     @property
     def num_mini_batches(self) -> int:
@@ -97,11 +99,16 @@ class Routes:
 
 
 def divide(
-    samples: Samples, mini_batches: Tensor, engine: Engine, group: dist.ProcessGroup | None = None
+    samples: Samples,
+    mini_batches: Tensor,
+    engine: Engine,
+    group: dist.ProcessGroup | None = None,
+    seen_by_teacher: Samples | None = None,
 ) -> Share:
-    """Send the tokens of a step to the ranks that train on them.
+    """Send the tokens of a step to the ranks that train on them. Called by all ranks.
 
-    mini_batches: [n] int64, the mini-batch of each response. Called by all ranks.
+    mini_batches: [n] int64, the mini-batch of each response. seen_by_teacher: the same responses
+    behind other prompts, which become Share.teacher_batch.
     """
     dp_rank_of_rank = gather_dp_ranks(engine, group)
     routes = plan_mini_batches(samples, mini_batches, engine, group)
@@ -114,7 +121,11 @@ def divide(
     # Ranks with the same dp_rank have the same responses; only the first of these ranks reports.
     is_first_of_dp_rank = dp_rank_of_rank.index(engine.dp_rank) == dist.get_rank()
     is_reporter = (routes.first[indices] == engine.dp_rank) & is_first_of_dp_rank
-    return Share(batch.select(order), indices, mini_batches, routes.plans, is_reporter, group)
+    share = Share(batch.select(order), indices, mini_batches, routes.plans, is_reporter, group)
+    if seen_by_teacher:
+        batch = exchange_tokens(seen_by_teacher, routes, dp_rank_of_rank, arriving, group)
+        share.teacher_batch = batch.select(order)
+    return share
 
 
 def gather_dp_ranks(engine: Engine, group: dist.ProcessGroup | None) -> list[int]:

@@ -15,7 +15,12 @@ from engines.fsdp.sharding import is_one_unit, is_replicated, is_sharded
 from engines.fsdp.transforms import build_model, uses_compile
 from engines.heads import Head
 from engines.memory import Estimate
-from engines.memory_terms import keys_per_token, root_and_layer, teacher_matrix_bytes
+from engines.memory_terms import (
+    keys_per_token,
+    root_and_layer,
+    teacher_matrix_bytes,
+    teacher_outputs_bytes,
+)
 from engines.model.experts import expert_weights, experts_per_token
 from engines.model.hf import layer_modules, read_hf_config
 from engines.model.shape import attention_widths
@@ -124,6 +129,7 @@ def at_start_of_backward(setup: Setup) -> Estimate:
             setup.num_outputs * setup.shape.hidden_size * 4 * output_matrix.requires_grad
         ),
         teacher_matrix=teacher_matrix_bytes(config),
+        teacher_outputs=teacher_outputs_bytes(config, setup.world_size),
         is_on_host=engine.cpu_offload,
         has_unknown_optimizer=config.optim.name not in OPTIMIZERS,
     )

@@ -11,7 +11,7 @@ from torch import nn
 from engines.context_parallel import fixed_cp_size
 from engines.heads import Head
 from engines.memory import Estimate
-from engines.memory_terms import keys_per_token, teacher_matrix_bytes
+from engines.memory_terms import keys_per_token, teacher_matrix_bytes, teacher_outputs_bytes
 from engines.model import freeze, mtp
 from engines.model.experts import experts_per_token
 from engines.model.hf import build_on_meta, read_hf_config
@@ -235,6 +235,9 @@ def estimate_stage(setup: Setup, stage: int, layers: list[int]) -> Estimate:
         chunk_logits=is_last * chunk_logits_bytes(setup),
         output_matrix_gradient=is_last * setup.num_outputs * hidden * 4 * is_output_trained,
         teacher_matrix=teacher_matrix_bytes(setup.config) if is_last else None,
+        teacher_outputs=(
+            teacher_outputs_bytes(setup.config, setup.world_size) if is_last else None
+        ),
     )
 
 

@@ -58,12 +58,14 @@ class Grader(WorkerPool):
     Attributes:
         takes_groups: whether the function takes all responses of a group at once.
         parts: the names of the parts that every reward must have; None before the first reward.
+        has_steps: whether the function returns the rewards of steps, too.
     """
 
     def __init__(self, config: DictConfig, startup_timeout: float = 300.0):
         reward = config.reward
         check_reward_settings(reward)
         self.function = reward.function
+        self.has_steps = reward.step_rewards
         rank = os.environ.get("RANK", 0)
         output = Path(config.output_dir, "reward_output", f"rank_{rank}.txt").absolute()
         self.settings = {

@@ -1,7 +1,7 @@
 """The results of calling a user's function: a reward, or a failure with its trace."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Matches in a traceback in every frame of a worker's own program.
 OWN_FILES = "grading/worker|episodes/worker|episodes/environments|episodes/threads"
@@ -15,10 +15,13 @@ class Reward:
     Attributes:
         score: the number that advantages are computed from.
         parts: the named parts, whose weighted sum is the score. Empty if there are none.
+        steps: with reward.step_rewards, pairs [end, reward]: the reward of the step that ends
+            before character `end` of the response. The score includes their sum.
     """
 
     score: float
     parts: dict[str, float]
+    steps: list[list] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class Failure:
     """A sample that could not be graded, which is not the same as a reward of 0.
 
     Attributes:
-        kind: raised, timed out, died, forged, not a number, not a list, missing part, or different
-            parts.
+        kind: raised, timed out, died, forged, not a number, not a list, missing part, different
+            parts, no steps, or wrong step.
         trace: the traceback, or a sentence that describes the failure.
     """
 

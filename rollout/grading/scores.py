@@ -5,6 +5,7 @@ This module needs only the standard library, because workers also run in other P
 
 import math
 from collections.abc import Mapping
+from numbers import Integral
 
 FP32_MAX = (2 - 2**-23) * 2.0**127
 
@@ -58,3 +59,50 @@ def finite(value) -> float:
     if not abs(number) <= FP32_MAX:
         raise ValueError
     return number
+
+
+def is_with_steps(value) -> bool:
+    """Return whether a function returned a pair of a score and a list of steps."""
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], list)
+
+
+def with_steps(answer: dict, steps: list, response: str, name: str) -> dict:
+    """Return an answer with the rewards of steps, whose sum becomes a part of the score.
+
+    Args:
+        answer: from read_score(), for the score that the function returned beside the steps.
+        steps: pairs (end, reward): the step ends before character `end` of the response.
+        name: the function, for the trace of a failure.
+
+    Returns:
+        {"score", "parts", "steps"}, or {"kind", "trace"} for a failure.
+    """
+    if "score" not in answer:
+        return answer
+    problem = problem_with_steps(steps, response)
+    if problem:
+        return {"kind": "wrong step", "trace": f"{name} returned {problem}"}
+    placed = [[int(end), finite(reward)] for end, reward in steps]
+    score = answer["score"] + sum(reward for _, reward in placed)
+    return answer | {"score": score, "steps": placed}
+
+
+def problem_with_steps(steps: list, response: str) -> str | None:
+    """Return the problem with the steps of a response, or None."""
+    last_end = 0
+    for step in steps:
+        if not isinstance(step, tuple | list) or len(step) != 2:
+            return f"the step {step!r:.100}, which is not a pair (end, reward)"
+        end, reward = step
+        if not isinstance(end, Integral) or isinstance(end, bool):
+            return f"a step that ends at {end!r:.100}, which is not a number of characters"
+        if not 0 < end <= len(response):
+            return f"a step that ends after {end} characters of a response that has {len(response)}"
+        if end <= last_end:
+            return f"a step that ends after {end} characters, behind one that ends after {last_end}"
+        try:
+            finite(reward)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            return f"a step with the reward {reward!r:.100}, which is not a finite number in fp32"
+        last_end = end
+    return None

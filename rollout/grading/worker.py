@@ -9,7 +9,7 @@ from collections.abc import Mapping, Set
 from config import InputError
 from rewards import REWARDS, find
 from rollout.grading.program import OutputFile, limit_memory, serve, serve_async, start
-from rollout.grading.scores import read_score, score_parts
+from rollout.grading.scores import is_with_steps, read_score, score_parts, with_steps
 from rollout.grading.signature import Signature
 
 
@@ -37,8 +37,8 @@ def main(lifeline: int) -> None:
 class RewardFunction:
     """The user's function, called with the arguments that it has parameters for.
 
-    Its return values become answers, one for each response of a call: {"score", "parts"}, or
-    {"kind", "trace"} for a failure.
+    Its return values become answers, one for each response of a call: {"score", "parts"}, with
+    reward.step_rewards also "steps", or {"kind", "trace"} for a failure.
     """
 
     def __init__(self, settings: dict):
@@ -110,17 +110,37 @@ class RewardFunction:
 
     def answers(self, value, request: dict) -> list[dict]:
         """Turn a return value into one answer per response."""
+        responses = request["responses"]
         if not self.signature.convention.takes_groups:
-            return [self.answer(value)]
-        num_responses = len(request["responses"])
+            return [self.answer(value, responses[0])]
+        num_responses = len(responses)
         values = as_list(value)
         if len(values) != num_responses:
             trace = f"the function returned {value!r:.200}, not a list of {num_responses}"
             return failures(request, "not a list", trace)
-        return [self.answer(value) for value in values]
+        return [self.answer(value, response) for value, response in zip(values, responses)]
 
-    def answer(self, value) -> dict:
-        """Turn the function's return value for one response into a score and its parts."""
+    def answer(self, value, response: str) -> dict:
+        """Turn the function's return value for one response into a score, parts and steps."""
+        if self.settings["step_rewards"]:
+            if not is_with_steps(value):
+                trace = (
+                    f"{self.name} returned {value!r:.200}, not a pair (score, list of steps), "
+                    "which reward.step_rewards=true needs"
+                )
+                return {"kind": "no steps", "trace": trace}
+            score, steps = value
+            return with_steps(self.score_of(score), steps, response, self.name)
+        if is_with_steps(value):
+            trace = (
+                f"{self.name} returned {value!r:.200}, a score with the rewards of steps: set "
+                "reward.step_rewards=true"
+            )
+            return {"kind": "not a number", "trace": trace}
+        return self.score_of(value)
+
+    def score_of(self, value) -> dict:
+        """Turn a number or a dictionary into a score and its parts."""
         weights = self.settings["weights"]
         if self.signature.convention.is_verl and isinstance(value, Mapping) and value:
             return score_parts(value, numeric_parts(value), weights or {"score": 1.0})

@@ -358,6 +358,7 @@ def options(**changes):
             lost_fields="error",
             ignored_fields=[],
             system_prompt=None,
+            teacher_prompt_key=None,
             train_on="all",
             max_length=200,
             max_prompt_length=200,

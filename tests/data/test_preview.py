@@ -144,7 +144,7 @@ def test_a_dry_run_shows_the_first_rows_of_its_data_set(make, tokenizer_dir, tmp
     trained = list(preview_dataset(TokenDataset.load(make(file)), tokenizer, 1))
     assert trained[0] == "row 1: 27 tokens, 6 of them trained"
     assert "  | [[first<|im_end|>]]" in trained
-    settings = SimpleNamespace(**vars(options()), max_prompt_length=100)
+    settings = SimpleNamespace(**vars(options()), max_prompt_length=100, teacher_prompt_key=None)
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "2+3"}])
     cache = tokenize_prompts(str(prompts), tokenizer, settings, tmp_path / "c", tokenizer_dir)
     shown = list(preview_dataset(PromptDataset.load(cache), tokenizer, 3))

@@ -68,6 +68,7 @@ def options(**changes):
             lost_fields="error",
             ignored_fields=[],
             system_prompt=None,
+            teacher_prompt_key=None,
             max_prompt_length=200,
             truncation="error",
             num_proc=None,
@@ -581,3 +582,60 @@ def test_fields_that_a_prompt_loses_are_reported(make, tmp_path, capsys):
     make(path, lost_fields="ignore")
     printed = capsys.readouterr().out
     assert "the chat template leaves out mood (1 row): see data.lost_fields" in printed
+
+
+# -- prompts of a teacher --------------------------------------------------------------------------
+
+
+def test_the_prompt_that_a_teacher_sees(make, tmp_path):
+    """A string or messages, rendered like the row's prompt, with the row's tools and arguments."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TOOLS_AND_THINKING
+    rows = [
+        {"messages": [user("1+1=")], "hint": "2: 1+1=", "enable_thinking": False},
+        {"prompt": "3+4=", "hint": [user("7: 3+4=")], "chat_template_kwargs": {"style": "7"}},
+    ]
+    file = write(tmp_path / "rows.jsonl", rows)
+    prompts = PromptDataset.load(make(file, tokenizer, teacher_prompt_key="hint"))
+    seen = [tokenizer.decode(prompt.teacher_ids) for prompt in prompts]
+    start = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert seen == [start.format("2: 1+1=") + "<think></think>", start.format("7: 3+4=") + "7"]
+    own = [tokenizer.decode(prompt.input_ids) for prompt in prompts]
+    assert own == [start.format("1+1=") + "<think></think>", start.format("3+4=") + "7"]
+    assert [prompt.row for prompt in prompts] == rows
+    without = PromptDataset.load(make(file, tokenizer))
+    assert [prompt.teacher_ids for prompt in without] == [None, None]
+
+
+def test_a_long_prompt_of_a_teacher_is_treated_as_prompts_are(make, tmp_path):
+    rows = [
+        {"messages": [user("1+1=")], "hint": "2" * 30 + " 1+1="},
+        {"messages": [user("1+2=")], "hint": "3 1+2="},
+    ]
+    file = write(tmp_path / "rows.jsonl", rows)
+    limit = {"teacher_prompt_key": "hint", "max_prompt_length": 20}
+    with pytest.raises(InputError, match=r"1 of 2 rows are longer than .*rows.jsonl:1 \("):
+        make(file, **limit)
+    dropped = PromptDataset.load(make(file, truncation="drop", **limit))
+    assert [prompt.row for prompt in dropped] == rows[1:]
+    whole = PromptDataset.load(make(file, teacher_prompt_key="hint"))
+    cut = PromptDataset.load(make(file, truncation="left", **limit))
+    assert [prompt.teacher_ids for prompt in cut] == [p.teacher_ids[-20:] for p in whole]
+    assert [prompt.input_ids for prompt in cut] == [prompt.input_ids for prompt in whole]
+
+
+@pytest.mark.parametrize(
+    "hint, problem",
+    [
+        (None, '"hint" is missing or empty'),
+        ("", '"hint" is missing or empty'),
+        (7, "data.teacher_prompt_key=hint: "),
+        ([{"role": "user"}], "data.teacher_prompt_key=hint: "),
+    ],
+)
+def test_a_malformed_prompt_of_a_teacher_is_one_line(make, tmp_path, hint, problem):
+    file = write(tmp_path / "rows.jsonl", [{"messages": [user("1+1=")], "hint": hint}])
+    with pytest.raises(InputError) as error:
+        make(file, teacher_prompt_key="hint")
+    assert str(error.value).startswith(f"{file}:1: ")
+    assert problem in str(error.value)

@@ -112,9 +112,11 @@ def test_the_first_line_of_a_snippet_names_its_file():
 
 def test_the_page_about_your_own_loop_shows_the_example():
     example = (ROOT / "examples" / "loop.py").read_text()
-    excerpt, loss = blocks(PAGES["docs/your_own_loop.md"], "py")
+    excerpt, loss, two_players = blocks(PAGES["docs/your_own_loop.md"], "py")
     assert textwrap.indent(excerpt, " " * 8) in example
     assert loss.splitlines()[0] in example
+    self_play = (ROOT / "examples" / "self_play.py").read_text()
+    assert textwrap.indent(two_players, " " * 8) in self_play
 
 
 def rows_of_the_pages() -> list[dict]:

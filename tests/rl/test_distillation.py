@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -17,17 +18,27 @@ from data.prompts import Prompt
 from engines.build import engine_class
 from engines.divergence import Divergence
 from engines.heads import Head
+from engines.memory import LABELS
+from engines.teacher_settings import teacher_roles
+from engines.teaching import Teachers
 from examples.arithmetic import make_rows, make_tokenizer
 from rl import updates
 from rl.estimation import set_advantages
 from rl.losses import ActorLoss
 from rl.models import mini_batch_prompts, role_configs
 from rl.settings import check_settings
-from rl.teacher import Teacher, check_teacher
+from rl.teacher import (
+    behind_teacher_prompts,
+    check_rows,
+    check_teachers,
+    compute,
+    number_teachers,
+    teacher_metrics,
+)
 from rollout.samples import Samples
 from rollout.sharing import divide
 from tests.engines.test_divergence import formula, with_rest
-from tests.support.launch import metrics, run
+from tests.support.launch import launch, metrics, run
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
 from tests.support.samples import configure
@@ -40,20 +51,32 @@ COEF = 0.7
 TEMPERATURE = 1.5
 
 
+# The prompts that a teacher may see in place of PROMPTS, and the teacher of each of them.
+TEACHER_PROMPTS = [[5, 40, 41, 6], [42, 7]]
+TEACHER_OF_GROUP = ["narrow", "wide"]
+
+
 class Case(NamedTuple):
-    """A step: the number of ranks, settings of the divergence, and whether it is the whole loss."""
+    """A step: the number of ranks, settings of the divergence, and whether it is the whole loss.
+
+    teacher: one, several or self. With `prompts`, teachers see TEACHER_PROMPTS.
+    """
 
     num_ranks: int
     mode: str
     top_k: int
     only: bool
     more: tuple[str, ...] = ()
+    teacher: str = "one"
+    prompts: bool = False
 
 
 MEGATRON = ("model_engine=megatron", "engine.tensor_model_parallel_size=2")
 PIPELINE = ("model_engine=megatron", "engine.pipeline_model_parallel_size=2")
 CONTEXT = ("engine.context_parallel_size=2",)
 SEQUENCE_MEAN = ("algorithm.loss_agg_mode=seq-mean-token-mean",)
+DYNAMIC = ("engine.context_parallel_size=auto", "data.max_tokens_per_micro_batch=6")
+ADAPTERS = ("model.lora.rank=4",)
 BF16 = ("engine.compute_dtype=bfloat16",)
 CASES = [
     Case(1, "reverse_kl", 0, False),
@@ -71,6 +94,20 @@ CASES = [
     Case(1, "reverse_kl", 0, True, SEQUENCE_MEAN),
     Case(1, "forward_kl", 5, True, BF16),
     Case(1, "jsd", 0, True, BF16),
+    Case(1, "reverse_kl", 0, False, teacher="several"),
+    Case(2, "jsd", 5, True, teacher="several"),
+    Case(2, "forward_kl", 0, True, teacher="several", prompts=True),
+    Case(2, "reverse_kl", 0, True, DYNAMIC, teacher="several"),
+    Case(2, "reverse_kl", 0, True, MEGATRON, teacher="several"),
+    Case(2, "jsd", 5, False, PIPELINE, teacher="several"),
+    Case(1, "reverse_kl", 0, True, teacher="self", prompts=True),
+    Case(2, "forward_kl", 5, False, teacher="self", prompts=True),
+    Case(2, "jsd", 0, True, CONTEXT, teacher="self", prompts=True),
+    Case(2, "reverse_kl", 0, True, MEGATRON, teacher="self", prompts=True),
+    Case(2, "jsd", 0, False, PIPELINE, teacher="self", prompts=True),
+    Case(1, "jsd", 0, True, ADAPTERS, teacher="self", prompts=True),
+    Case(2, "reverse_kl", 5, True, MEGATRON, teacher="several", prompts=True),
+    Case(1, "jsd", 0, True, teacher="one", prompts=True),
 ]
 
 
@@ -80,6 +117,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     make_model(folder / "student", "qwen3", num_hidden_layers=2)
     make_model(folder / "teacher", "llama", hidden_size=48, vocab_size=104, num_hidden_layers=2)
+    make_model(folder / "wide", "qwen3", hidden_size=80, num_hidden_layers=2)
     return folder
 
 
@@ -101,7 +139,7 @@ def make_share(config, actor):
     samples = Samples(
         Batch(torch.cat(ids), cu_seqlens, fields).select(held),
         ["" for _ in held],
-        [Prompt([], "", {}) for _ in held],
+        [prompt_of(GROUPS[i]) for i in held.tolist()],
         owner=owner,
         rank=dist.get_rank(),
         lengths=cu_seqlens.diff(),
@@ -112,12 +150,29 @@ def make_share(config, actor):
         failures=[],
         num_drawn=len(ids),
     )
-    return samples, divide(samples, samples.mini_batches(mini_batch_prompts(config)), actor)
+    number_teachers(config, samples)
+    mini_batches = samples.mini_batches(mini_batch_prompts(config))
+    seen_by_teacher = None
+    if config.data.teacher_prompt_key:
+        seen_by_teacher = behind_teacher_prompts(samples)
+    return samples, divide(samples, mini_batches, actor, seen_by_teacher=seen_by_teacher)
+
+
+def prompt_of(group: int) -> Prompt:
+    row = {"teacher": TEACHER_OF_GROUP[group]}
+    return Prompt(PROMPTS[group], "", row, teacher_ids=TEACHER_PROMPTS[group])
 
 
 def settings_of(case: Case, models: Path):
+    teachers = {
+        "one": f"algorithm.distill.teacher={models}/teacher",
+        "several": f"algorithm.distill.teachers={{narrow: {models}/teacher, wide: {models}/wide}}",
+        "self": "algorithm.distill.teacher=self",
+    }
+    if case.prompts:
+        case = case._replace(more=("data.teacher_prompt_key=hint", *case.more))
     return configure(
-        f"algorithm.distill.teacher={models}/teacher",
+        teachers[case.teacher],
         f"algorithm.distill.mode={case.mode}",
         f"algorithm.distill.top_k={case.top_k}",
         f"algorithm.distill.only={case.only}",
@@ -139,18 +194,21 @@ def distilled_step(case: Case, models: Path, num_steps: int = 1) -> list[dict[st
     roles = role_configs(config)
     build = engine_class(config.model_engine)
     actor = build(roles["actor"], device, num_steps)
-    engine = build(roles["teacher"], device, num_steps, optimize=False)
-    teacher = Teacher(config, engine, actor.head.vocab_size, [])
+    engines = [
+        build(roles[role], device, num_steps, optimize=False) for role in teacher_roles(config)
+    ]
+    teachers = Teachers(config, engines, actor, [])
     results = []
     for step in range(num_steps):
         samples, share = make_share(config, actor)
         assert sum(len(plan.micro_batches) for _, plan in share.parts) > 1
-        teacher.compute(share)
+        compute(teachers, share)
         set_advantages(config, samples, share, 0.0)
         loss_fn = ActorLoss(config, len(share.batch))
-        with teacher.teaching(actor):
-            results.append(updates.update(actor, share.parts, loss_fn, step, 1, "actor"))
-    assert teacher.matrix is None
+        with teachers.teaching(actor):
+            metrics = updates.update(actor, share.parts, loss_fn, step, 1, "actor")
+        results.append(teacher_metrics(config, metrics))
+    assert not teachers.matrices
     return results
 
 
@@ -160,13 +218,15 @@ class Expected(NamedTuple):
     loss: float
     divergence: float
     grad_norm: float
+    of_group: list[float]
 
 
 def expected_step(case: Case, models: Path) -> Expected:
     """Compute a step with transformers and autograd in float64."""
     student = AutoModelForCausalLM.from_pretrained(models / "student", dtype=torch.float64)
-    teacher = AutoModelForCausalLM.from_pretrained(models / "teacher", dtype=torch.float64)
+    teachers = teachers_of_groups(case, models)
     num_tokens = sum(map(len, RESPONSES))
+    sums = [0.0, 0.0]
     divergence = torch.zeros((), dtype=torch.float64)
     distill_loss = torch.zeros((), dtype=torch.float64)
     policy_loss = torch.zeros((), dtype=torch.float64)
@@ -176,9 +236,13 @@ def expected_step(case: Case, models: Path) -> Expected:
         predicting = slice(-len(targets) - 1, -1)
         logits = student(ids).logits[0, predicting]
         with torch.no_grad():
-            teacher_logits = teacher(ids).logits[0, predicting, : logits.shape[1]]
+            group = GROUPS[i]
+            prompt = TEACHER_PROMPTS[group] if case.prompts else PROMPTS[group]
+            seen = torch.tensor([prompt + RESPONSES[i]])
+            teacher_logits = teachers[group](seen).logits[0, predicting, : logits.shape[1]]
         of_sequence = divergences(case, logits, teacher_logits).sum()
         divergence = divergence + of_sequence
+        sums[GROUPS[i]] += of_sequence.item()
         is_sequence_mean = case.more == SEQUENCE_MEAN
         denominator = len(RESPONSES) * len(targets) if is_sequence_mean else num_tokens
         distill_loss = distill_loss + of_sequence / denominator
@@ -190,7 +254,20 @@ def expected_step(case: Case, models: Path) -> Expected:
     loss.backward()
     norms = [p.grad.norm() for p in student.parameters() if p.grad is not None]
     grad_norm = torch.stack(norms).norm().item()
-    return Expected(loss.item(), divergence.item() / num_tokens, grad_norm)
+    lengths = [0, 0]
+    for group, response in zip(GROUPS, RESPONSES):
+        lengths[group] += len(response)
+    of_group = [total / length for total, length in zip(sums, lengths)]
+    return Expected(loss.item(), divergence.item() / num_tokens, grad_norm, of_group)
+
+
+def teachers_of_groups(case: Case, models: Path) -> list:
+    """Return the teacher of each group, with weights in float64."""
+    names = {"one": ["teacher"] * 2, "several": ["teacher", "wide"], "self": ["student"] * 2}
+    return [
+        AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float64)
+        for name in names[case.teacher]
+    ]
 
 
 def divergences(case: Case, logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -216,19 +293,38 @@ def check_step(case: Case, models: Path, results: list[list[dict[str, float]]]) 
     tolerance = 3e-2 if case.more == BF16 else 1e-5
     for (measured,) in results:
         assert measured["actor/loss"] == pytest.approx(expected.loss, rel=tolerance, abs=1e-7)
-        assert measured["actor/grad_norm"] == pytest.approx(expected.grad_norm, rel=tolerance)
+        # Adapters are trained in place of the weights.
+        if case.more != ADAPTERS:
+            assert measured["actor/grad_norm"] == pytest.approx(expected.grad_norm, rel=tolerance)
         assert measured["distill/divergence"] == pytest.approx(expected.divergence, rel=tolerance)
         assert ("actor/pg_loss" in measured) != case.only
+        if case.teacher == "several":
+            for name, divergence in zip(TEACHER_OF_GROUP, expected.of_group):
+                key = f"distill/divergence/{name}"
+                assert measured[key] == pytest.approx(divergence, rel=tolerance)
 
 
 def str_of_case(case: Case) -> str:
-    return "-".join(map(str, [*case[:4], *case.more]))
+    prompts = ["prompts"] if case.prompts else []
+    return "-".join(map(str, [*case[:4], *case.more, case.teacher, *prompts]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str_of_case)
 def test_a_step_equals_plain_autograd_in_float64(models, tmp_path, case):
     check_step(case, models, on_ranks(case.num_ranks, tmp_path, distilled_step, case, models))
+
+
+@pytest.mark.slow
+def test_a_policy_that_teaches_itself_does_so_with_its_current_weights(
+    models, tmp_path, monkeypatch
+):
+    """With the same prompts, its divergence from itself is 0, also after a step."""
+    monkeypatch.setattr(sys.modules[__name__], "TEACHER_PROMPTS", PROMPTS)
+    case = Case(1, "reverse_kl", 0, False, ("optim.lr=0.1",), teacher="self", prompts=True)
+    (steps,) = on_ranks(1, tmp_path, distilled_step, case, models, 2)
+    assert abs(steps[1]["actor/entropy"] - steps[0]["actor/entropy"]) > 1e-2
+    assert [abs(step["distill/divergence"]) < 1e-6 for step in steps] == [True, True]
 
 
 @pytest.mark.slow
@@ -260,6 +356,8 @@ def test_a_step_of_jsd_equals_trls_loss(models, tmp_path):
 
 TEACHER = "algorithm.distill.teacher=there"
 ONLY = "algorithm.distill.only=true"
+SEVERAL = "algorithm.distill.teachers={math: there, code: here}"
+HINT = "data.teacher_prompt_key=hint"
 MISTAKES = {
     "whitened advantages that nothing reads": (
         [TEACHER, ONLY, "algorithm.whiten_advantages=true"],
@@ -298,6 +396,34 @@ MISTAKES = {
         [TEACHER, "algorithm.distill.mode=kl"],
         "algorithm.distill.mode='kl' must be one of reverse_kl, forward_kl, jsd",
     ),
+    "one teacher and several": (
+        [TEACHER, SEVERAL],
+        "algorithm.distill.teacher=there and algorithm.distill.teachers name teachers twice",
+    ),
+    "a column of teachers without teachers": (
+        [TEACHER, "algorithm.distill.teacher_key=source"],
+        "algorithm.distill.teacher_key=source does nothing without algorithm.distill.teachers",
+    ),
+    "a policy that teaches itself nothing": (
+        ["algorithm.distill.teacher=self"],
+        "algorithm.distill.teacher=self teaches nothing without data.teacher_prompt_key",
+    ),
+    "prompts of no teacher": (
+        [HINT],
+        "data.teacher_prompt_key=hint does nothing without algorithm.distill.teacher",
+    ),
+    "prompts of a teacher in episodes": (
+        [TEACHER, HINT, "rollout.episode=agent.py:play", "rollout.max_episode_tokens=4096"],
+        "data.teacher_prompt_key=hint does not work with rollout.episode=agent.py:play",
+    ),
+    "prompts of a teacher with images": (
+        [TEACHER, HINT, "model.images=true"],
+        "data.teacher_prompt_key=hint does not work with model.images=true",
+    ),
+    "prompts of a teacher with dynamic groups": (
+        [TEACHER, HINT, "engine.context_parallel_size=auto"],
+        "data.teacher_prompt_key=hint does not work with engine.context_parallel_size=auto",
+    ),
     "no weight": ([TEACHER, "algorithm.distill.coef=0"], "algorithm.distill.coef=0"),
 }
 
@@ -316,10 +442,33 @@ def test_a_mistake_is_one_line(name):
         [TEACHER],
         [TEACHER, ONLY, "reward.function=none", "rollout.n=1"],
         [TEACHER, ONLY, "algorithm.use_kl_loss=true", "algorithm.rollout_rs=token"],
+        [SEVERAL, "algorithm.distill.teacher_key=source", "algorithm.distill.top_k=8"],
+        ["algorithm.distill.teacher=self", HINT, "algorithm.distill.mode=jsd"],
+        [SEVERAL, HINT, "offload.reference=false"],
     ],
 )
 def test_these_settings_are_right(settings):
     check_settings(configure(*settings))
+
+
+def test_a_path_of_a_teacher_is_text():
+    with pytest.raises(InputError) as error:
+        configure("algorithm.distill.teachers={math: 3}")
+    assert "algorithm.distill.teachers.math=3 must be a string" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [({"teacher": "mth"}, "names the teacher 'mth'"), ({}, "names no teacher in the column")],
+)
+def test_a_row_that_names_no_teacher_is_one_line(row, message):
+    dataset = SimpleNamespace(rows=[{"teacher": "math"}, row])
+    with pytest.raises(InputError) as error:
+        check_rows(configure(SEVERAL), dataset)
+    assert message in str(error.value)
+    assert "row 2 of those that are used" in str(error.value)
+    assert "one of math, code" in str(error.value)
+    check_rows(configure(SEVERAL), SimpleNamespace(rows=[{"teacher": "code"}]))
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +492,8 @@ def tokenizers(tmp_path_factory):
 def check_tokenizers(folder: Path, policy: str, teacher: str, *more, num_teacher_tokens: int):
     settings = [f"algorithm.distill.teacher={folder / teacher}", *more]
     config = configure(*settings, path=folder / policy)
-    check_teacher(config, 200, num_teacher_tokens)
+    sizes = {"actor": 200, "teacher": num_teacher_tokens}
+    check_teachers(config, {role: SimpleNamespace(vocab_size=n) for role, n in sizes.items()})
 
 
 def test_a_teacher_may_have_a_larger_embedding_and_further_tokens(tokenizers):
@@ -383,6 +533,15 @@ def test_the_estimate_knows_the_teacher(models, engine):
     assert estimate(0, "actor").teacher_matrix == 104 * 48 * 4
     assert estimate(5, "actor").teacher_matrix is None
     assert estimate(0, "teacher").teacher_matrix is None
+    # Two prompts with eight responses each, of the longest sequence.
+    num_tokens = 2 * 8 * (1024 + 1024)
+    assert estimate(0, "actor").teacher_outputs == num_tokens * 48 * 4
+    assert estimate(5, "actor").teacher_outputs == num_tokens * (5 * 4 + 6 * 4)
+    assert estimate(5, "teacher").teacher_outputs is None
+    on_device = [name for name in vars(estimate(0, "actor")) if name in LABELS]
+    on_device = [name for name in on_device if name not in ("offloaded", "teacher_outputs")]
+    total = sum(getattr(estimate(0, "actor"), name) or 0 for name in on_device)
+    assert estimate(0, "actor").device_total == total
     assert estimate(0, "teacher").optimizer is None
     assert estimate(0, "teacher").parameters > estimate(0, "actor").parameters
 
@@ -404,6 +563,13 @@ def assets(tmp_path_factory):
     train, _ = make_rows()
     rows = [json.dumps({"messages": row["messages"]}) for row in train[:64]]
     (folder / "train.jsonl").write_text("\n".join(rows))
+    rows = []
+    for number, row in enumerate(train[:64]):
+        (message,) = row["messages"][:1]
+        hint = [{"role": "user", "content": f"{row['answer']} = {message['content']}"}]
+        teacher = ("even", "odd")[number % 2]
+        rows.append(json.dumps({"messages": row["messages"][:1], "hint": hint, "teacher": teacher}))
+    (folder / "hints.jsonl").write_text("\n".join(rows))
     return folder
 
 
@@ -442,7 +608,40 @@ def test_a_student_approaches_its_teacher(assets, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_policy_learns_from_itself_with_hints(assets, tmp_path):
+    """The policy without the hint approaches the policy with the hint, on two ranks."""
+    more = [
+        f"data.train_files={assets}/hints.jsonl",
+        "algorithm.distill.teacher=self",
+        "data.teacher_prompt_key=hint",
+        "trainer.total_epochs=4",
+    ]
+    launch(2, *arguments(assets, tmp_path, *more)[1:])
+    divergences = [line["distill/divergence"] for line in metrics(tmp_path)]
+    print(divergences)
+    assert sum(divergences[-4:]) < 0.5 * sum(divergences[:4])
+
+
+@pytest.mark.slow
+def test_a_run_with_two_teachers(assets, tmp_path):
+    more = [
+        f"data.train_files={assets}/hints.jsonl",
+        "algorithm.distill.teacher=null",
+        f"algorithm.distill.teachers={{even: {assets}/teacher, odd: {assets}/student}}",
+        "trainer.total_steps=3",
+    ]
+    run(arguments(assets, tmp_path, *more))
+    first, *_, last = metrics(tmp_path)
+    # One of the teachers is the student before the first step.
+    assert abs(first["distill/divergence/odd"]) < 1e-6
+    assert first["distill/divergence/even"] > 0.05
+    assert last["distill/divergence/odd"] > 1e-6
+    assert first["distill/share/even"] + first["distill/share/odd"] == pytest.approx(1)
+
+
+@pytest.mark.slow
 def test_a_dry_run_shows_the_teacher(assets, tmp_path):
     output = run(arguments(assets, tmp_path, "dry_run=true")).stdout
     assert "memory of one rank for the teacher" in output
     assert "output matrix of the teacher" in output
+    assert "kept from the teacher, host" in output

@@ -1,0 +1,61 @@
+"""Which teachers a run has: the keys of the group `distill`, which train_ppo.py has in `algorithm`.
+
+teacher: one model, or "self", the student with another prompt. teachers: several models by name.
+"""
+
+from omegaconf import DictConfig, OmegaConf
+
+SELF = "self"
+ROLE = "teacher"  # several teachers have the roles "teacher NAME"
+
+
+def distill_group(config: DictConfig) -> str:
+    """Return the name of the group of keys."""
+    return "algorithm.distill" if "algorithm" in config else "distill"
+
+
+def distill_settings(config: DictConfig) -> DictConfig | None:
+    """Return the group of keys; None for a script that has none."""
+    return OmegaConf.select(config, distill_group(config))
+
+
+def uses_teacher(config: DictConfig) -> bool:
+    """Return whether the loss contains the divergence from a teacher."""
+    distill = distill_settings(config)
+    return distill is not None and (distill.teacher is not None or has_several(config))
+
+
+def has_several(config: DictConfig) -> bool:
+    """Return whether each row names its teacher."""
+    return bool(distill_settings(config).get("teachers"))
+
+
+def is_self_taught(config: DictConfig) -> bool:
+    """Return whether the teacher is the student itself, with another prompt."""
+    distill = distill_settings(config)
+    return distill is not None and distill.teacher == SELF
+
+
+def teacher_paths(config: DictConfig) -> dict[str, str]:
+    """Return configuration key -> path of each teacher that is a model of its own, in order."""
+    distill = distill_settings(config)
+    if distill is None or not uses_teacher(config) or is_self_taught(config):
+        return {}
+    group = distill_group(config)
+    if not has_several(config):
+        return {f"{group}.teacher": distill.teacher}
+    return {f"{group}.teachers.{name}": path for name, path in distill.teachers.items()}
+
+
+def teacher_roles(config: DictConfig) -> dict[str, str]:
+    """Return role -> path of the same teachers."""
+    paths = teacher_paths(config).values()
+    roles = [ROLE]
+    if uses_teacher(config) and has_several(config):
+        roles = [f"{ROLE} {name}" for name in distill_settings(config).teachers]
+    return dict(zip(roles, paths))
+
+
+def is_frozen(role: str | None) -> bool:
+    """Return whether the model of a role is never trained."""
+    return role is not None and role.partition(" ")[0] in ("reference", ROLE)

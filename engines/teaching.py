@@ -1,0 +1,235 @@
+"""The teachers of a student: which models they are, checks of them, and their passes over a batch.
+
+A teacher is a frozen model, or the student itself with another prompt ("self"). If there are
+several, each sequence has one of them: the field teacher_number of a batch is its index.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from omegaconf import DictConfig, OmegaConf, read_write
+from torch import Tensor, nn
+
+from config import InputError, defaults
+from data.batching.batch import Batch
+from data.batching.plan import MicroBatches
+from engines.base import Engine
+from engines.divergence import Divergence, TeacherHead
+from engines.teacher import Distillation, HiddenHead, TopKHead
+from engines.teacher_settings import distill_group, distill_settings, has_several
+
+Parts = Sequence[tuple[Batch, MicroBatches]]
+
+
+def teacher_config(config: DictConfig, path: str) -> DictConfig:
+    """Return the configuration of a teacher: a model without adapters, MTP layers or freezing."""
+    model = {
+        "path": path,
+        "freeze": [],
+        "lora": defaults("model.lora"),
+        "mtp": defaults("model.mtp"),
+    }
+    # It has no teacher itself.
+    return OmegaConf.merge(without_teacher(config), {"model": model})
+
+
+def without_teacher(config: DictConfig) -> DictConfig:
+    """Return the configuration of a model of this run that has no teacher."""
+    result = OmegaConf.merge(config, {})
+    distill = distill_settings(result)
+    with read_write(result):
+        distill.teacher = None
+        if "teachers" in distill:
+            distill.teachers = {}
+    return result
+
+
+def check_vocabulary(
+    config: DictConfig, name: str, path: str, num_tokens: int, num_teacher_tokens: int
+) -> None:
+    """Raise InputError for a teacher that does not share the student's vocabulary.
+
+    Both models may have further rows in their embeddings, which pad the vocabulary.
+
+    Args:
+        name: the teacher for messages, as key=value.
+        path: the directory of the teacher.
+        num_tokens, num_teacher_tokens: the rows in the embedding of each model.
+    """
+    student_vocabulary = vocabulary(config.model.path)
+    teacher_vocabulary = vocabulary(path)
+    if teacher_vocabulary is None or student_vocabulary is None:
+        if num_tokens != num_teacher_tokens:
+            raise InputError(
+                f"{name} has no tokenizer and {num_teacher_tokens} tokens, but "
+                f"model.path={config.model.path} has {num_tokens}: choose models with the same "
+                "vocabulary"
+            )
+        return
+    for token_id in sorted(student_vocabulary.keys() & teacher_vocabulary.keys()):
+        if student_vocabulary[token_id] != teacher_vocabulary[token_id]:
+            raise InputError(
+                f"{name} has another vocabulary than model.path={config.model.path}: token "
+                f"{token_id} is {teacher_vocabulary[token_id]!r} there and "
+                f"{student_vocabulary[token_id]!r} here. Choose models with the same vocabulary"
+            )
+    largest = max(student_vocabulary)
+    if largest >= num_teacher_tokens:
+        raise InputError(
+            f"{name} has an embedding of {num_teacher_tokens} tokens and lacks the token "
+            f"{student_vocabulary[largest]!r} ({largest}) of model.path={config.model.path}: "
+            "choose models with the same vocabulary"
+        )
+
+
+def check_top_k(config: DictConfig, num_tokens: int) -> None:
+    """Raise InputError if top_k is more than the tokens that student and teacher have."""
+    top_k = distill_settings(config).top_k
+    key = f"{distill_group(config)}.top_k"
+    if top_k > num_tokens:
+        raise InputError(
+            f"{key}={top_k} is more than the {num_tokens} tokens of the vocabulary: lower it, or "
+            f"set {key}=0 for all tokens"
+        )
+
+
+def vocabulary(path: str) -> dict[int, str] | None:
+    """Return token id -> token of the tokenizer in a directory; None if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError):
+        return None
+    return {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+
+
+class Teachers:
+    """The engines of the teachers, and what they have computed for the current step.
+
+    engines    compute the teachers' outputs, in the order of their numbers; for "self", the
+               student's engine
+    offloaded  the parts that are moved to host memory while a teacher is not used
+    matrices   the output matrix [V, h] of each teacher, on the device, from compute() to the end of
+               the update; empty with top_k
+    """
+
+    def __init__(
+        self, config: DictConfig, engines: Sequence[Engine], student: Engine, offloaded: list[str]
+    ) -> None:
+        """config: of the run. engines: of the teachers; none if the student teaches itself."""
+        self.settings = distill_settings(config)
+        self.is_self = not engines
+        self.engines = list(engines) or [student]
+        self.offloaded = [] if self.is_self else offloaded
+        self.num_tokens = student.head.vocab_size
+        self.matrices: list[Tensor] = []
+        self.has_several = has_several(config)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the first teacher."""
+        return self.engines[0]
+
+    def compute(self, parts: Parts) -> dict[str, Tensor]:
+        """Return the fields that engines/teacher.py lists, for all tokens of a share.
+
+        Only the last pipeline stage gets them; elsewhere the result is empty.
+
+        Args:
+            parts: batches and their micro-batches, which make up the share.
+        """
+        self.matrices = []
+        outputs: list[Tensor] = []
+        for number, engine in enumerate(self.engines):
+            own_parts = parts
+            if self.has_several:
+                own_parts = [(batch, taught_by(number, batch, plan)) for batch, plan in parts]
+            results = token_outputs(engine, self._head(engine), own_parts)
+            if self.has_several:
+                numbers = torch.cat([batch.fields["teacher_number"] for batch, _ in parts])
+                outputs = merge(outputs, results, numbers == number)
+            else:
+                outputs = list(results)
+            if not self.settings.top_k:
+                self.matrices.append(engine.output_matrix())
+            engine.offload(*self.offloaded)
+        names = ("teacher_ids", "teacher_log_probs") if self.settings.top_k else ("teacher_hidden",)
+        return dict(zip(names, outputs))
+
+    def _head(self, engine: Engine) -> nn.Module:
+        """Return the head that computes what the student needs from a teacher."""
+        settings = self.settings
+        if not settings.top_k:
+            return HiddenHead()
+        return TopKHead(engine.head, settings.top_k, self.num_tokens, settings.temperature)
+
+    @contextmanager
+    def teaching(self, student: Engine) -> Iterator[None]:
+        """Within this block, the student's loss gets the divergence from its teachers."""
+        heads = []
+        for engine, matrix in zip(self.engines, self.matrices):
+            transform = engine.head.settings.transform
+            transform = transform._replace(temperature=self.settings.temperature)
+            heads.append(TeacherHead(matrix, transform))
+        student.head.distillation = Distillation(
+            Divergence(self.settings.mode), self.settings.temperature, heads
+        )
+        try:
+            yield
+        finally:
+            student.head.distillation = None
+            self.matrices = []
+
+
+def token_outputs(engine: Engine, head: nn.Module, parts: Parts) -> tuple[Tensor, ...]:
+    """Return the outputs of another head for all tokens of a share: [T, ...] each, on the host.
+
+    Empty, except on the last pipeline stage. See Engine.token_outputs().
+    """
+    results = [engine.token_outputs(batch, head, plan) for batch, plan in parts]
+    return tuple(map(torch.cat, zip(*results)))
+
+
+def taught_by(number: int, batch: Batch, micro_batches: MicroBatches) -> MicroBatches:
+    """Return the micro-batches with the sequences of one teacher alone.
+
+    Their number stays, since all ranks compute them together. Some may be empty.
+    """
+    is_taught = batch.fields["teacher_number"][batch.cu_seqlens[:-1]] == number
+    taught = set(is_taught.nonzero()[:, 0].tolist())
+    return [(size, list(filter(taught.__contains__, members))) for size, members in micro_batches]
+
+
+def merge(merged: list[Tensor], outputs: Sequence[Tensor], is_own: Tensor) -> list[Tensor]:
+    """Return the outputs of several teachers in one: [T, ...] each, as wide as the widest.
+
+    merged: those of the teachers so far; empty at first. is_own: [T] bool, the tokens of `outputs`.
+    """
+    merged = merged or [torch.zeros_like(x) for x in outputs]
+    result = []
+    for former, x in zip(merged, outputs):
+        num_missing = max(0, x.shape[1] - former.shape[1])
+        former = nn.functional.pad(former, (0, num_missing))
+        former[is_own, : x.shape[1]] = x[is_own]
+        result.append(former)
+    return result
+
+
+def move_outputs(outputs: dict[str, Tensor], is_from: Tensor, is_to: Tensor) -> dict[str, Tensor]:
+    """Return outputs for the tokens of other sequences that have the same responses.
+
+    Args:
+        outputs: [T, ...] each.
+        is_from: [T] bool, the response tokens of the sequences that were computed.
+        is_to: [T'] bool, as many, the response tokens of the other sequences.
+
+    Returns:
+        [T', ...] each, with 0 outside the responses.
+    """
+    moved = {}
+    for name, x in outputs.items():
+        moved[name] = x.new_zeros(len(is_to), *x.shape[1:])
+        moved[name][is_to] = x[is_from]
+    return moved

@@ -1,0 +1,258 @@
+"""Distillation in train_sft.py: a whole step against plain autograd in float64, and mistakes."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import train_sft
+from config import InputError, load
+from data.batching.batch import Batch
+from engines.build import engine_class
+from engines.divergence import Divergence
+from examples.arithmetic import make_rows, make_tokenizer
+from job.distillation import build_teachers, check_distillation, check_models, role_configs
+from profiling import Profiler
+from tests.engines.test_divergence import formula, with_rest
+from tests.support.launch import launch, metrics, run
+from tests.support.models import make_model
+from tests.support.ranks import on_ranks
+
+SEQUENCES = [[5, 6, 10, 11, 12, 13], [7, 8, 14], [9, 15, 16, 17, 30], [7, 18, 19], [5, 20, 31, 22]]
+# The trained tokens of each sequence: masks may have gaps, as between several turns.
+MASKS = [[0, 0, 1, 1, 1, 1], [0, 0, 1], [0, 1, 0, 1, 1], [0, 1, 1], [0, 0, 1, 0]]
+COEF = 0.7
+TEMPERATURE = 1.5
+
+
+class Case(NamedTuple):
+    """A step: the number of ranks, settings of the divergence, and whether it is the whole loss."""
+
+    num_ranks: int
+    mode: str
+    top_k: int
+    only: bool
+    more: tuple[str, ...] = ()
+
+
+CASES = [
+    Case(1, "forward_kl", 0, False),
+    Case(1, "jsd", 5, True, ("engine.use_remove_padding=false",)),
+    Case(2, "reverse_kl", 0, True),
+    Case(2, "forward_kl", 5, False, ("engine.context_parallel_size=2",)),
+    Case(2, "forward_kl", 0, True, ("engine.context_parallel_size=auto",)),
+    Case(
+        2, "forward_kl", 0, False, ("model_engine=megatron", "engine.tensor_model_parallel_size=2")
+    ),
+    Case(2, "jsd", 5, True, ("model_engine=megatron", "engine.pipeline_model_parallel_size=2")),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Make a student, and a teacher of another family whose embedding has more padding."""
+    folder = tmp_path_factory.mktemp("models")
+    make_model(folder / "student", "qwen3", num_hidden_layers=2)
+    make_model(folder / "teacher", "llama", hidden_size=48, vocab_size=104, num_hidden_layers=2)
+    return folder
+
+
+def configure(*settings, path="unused"):
+    return load(
+        "sft.yaml",
+        [
+            f"model.path={path}",
+            "data.train_files=unused",
+            "data.max_tokens_per_micro_batch=8",
+            "engine.compute_dtype=float32",
+            "engine.log_prob_chunk_size=2",
+            "optim.clip_grad=0",
+            *settings,
+        ],
+    )
+
+
+def settings_of(case: Case, models: Path):
+    return configure(
+        f"distill.teacher={models}/teacher",
+        f"distill.mode={case.mode}",
+        f"distill.top_k={case.top_k}",
+        f"distill.only={case.only}",
+        f"distill.coef={COEF}",
+        f"distill.temperature={TEMPERATURE}",
+        *case.more,
+        path=models / "student",
+    )
+
+
+def whole_batch() -> Batch:
+    lengths = torch.tensor([0, *map(len, SEQUENCES)])
+    mask = torch.tensor(sum(MASKS, []), dtype=torch.float32)
+    return Batch(torch.tensor(sum(SEQUENCES, [])), lengths.cumsum(0), {"loss_mask": mask})
+
+
+def distilled_step(case: Case, models: Path) -> dict[str, float]:
+    """Return the results of a step."""
+    config = settings_of(case, models)
+    engine = engine_class(config.model_engine)(config, torch.device("cpu"), 1)
+    teachers = build_teachers(config, engine, 1)
+    batch = whole_batch()
+    plan = engine.plan(batch.lengths)
+    assert len(plan.micro_batches) > 1
+    job = SimpleNamespace(config=config, progress=SimpleNamespace(step=0), profiler=Profiler())
+    num_trained = int(batch.fields["loss_mask"].sum())
+    share = batch.select(plan.sequences)
+    results = train_sft.train_batch(job, engine, teachers, share, plan.micro_batches, num_trained)
+    assert not teachers.matrices
+    assert engine.head.distillation is None
+    return results
+
+
+def divergences(case: Case, logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    log_p = (logits / TEMPERATURE).log_softmax(-1)
+    log_q = (teacher_logits / TEMPERATURE).log_softmax(-1)
+    if case.top_k:
+        token_ids = log_q.topk(case.top_k).indices
+        log_p = with_rest(log_p, token_ids)
+        log_q = with_rest(log_q, token_ids)
+    return formula(log_p, log_q, Divergence(case.mode))
+
+
+def expected_step(case: Case, models: Path) -> dict[str, float]:
+    """Compute a step with transformers and autograd in float64."""
+    student = AutoModelForCausalLM.from_pretrained(models / "student", dtype=torch.float64)
+    teacher = AutoModelForCausalLM.from_pretrained(models / "teacher", dtype=torch.float64)
+    num_trained = sum(map(sum, MASKS))
+    divergence = torch.zeros((), dtype=torch.float64)
+    cross_entropy = torch.zeros((), dtype=torch.float64)
+    for ids, mask in zip(SEQUENCES, MASKS):
+        ids = torch.tensor(ids)
+        mask = torch.tensor(mask[1:])
+        logits = student(ids[None]).logits[0, :-1]
+        with torch.no_grad():
+            teacher_logits = teacher(ids[None]).logits[0, :-1, : logits.shape[1]]
+        divergence = divergence + (divergences(case, logits, teacher_logits) * mask).sum()
+        log_probs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        cross_entropy = cross_entropy - (log_probs * mask).sum()
+    loss = COEF * divergence / num_trained
+    if not case.only:
+        loss = loss + cross_entropy / num_trained
+    loss.backward()
+    norms = [p.grad.norm() for p in student.parameters() if p.grad is not None]
+    return {
+        "loss": loss.item(),
+        "grad_norm": torch.stack(norms).norm().item(),
+        "distill/divergence": divergence.item() / num_trained,
+        "cross_entropy": cross_entropy.item() / num_trained,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, [*case[:4], *case[4]])))
+def test_a_step_equals_plain_autograd_in_float64(models, tmp_path, case):
+    expected = expected_step(case, models)
+    assert expected["distill/divergence"] > 1e-3
+    for measured in on_ranks(case.num_ranks, tmp_path, distilled_step, case, models):
+        for name, value in expected.items():
+            assert measured[name] == pytest.approx(value, rel=1e-5), name
+
+
+# -- users' mistakes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("distill.only=true", "distill.only=True does nothing without distill.teacher"),
+        ("distill.top_k=3", "distill.top_k=3 does nothing without distill.teacher"),
+        ("distill.teacher=self", "distill.teacher=self does not work in train_sft.py"),
+    ],
+)
+def test_a_mistake_is_one_line(setting, message):
+    with pytest.raises(InputError, match=message):
+        check_distillation(configure(setting))
+
+
+def test_these_settings_are_right():
+    check_distillation(configure())
+    check_distillation(configure("distill.teacher=there", "distill.mode=jsd", "distill.top_k=8"))
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_a_teacher_is_checked_before_its_weights_are_read(models, engine):
+    """It has more rows in its embedding, but no tokenizer that explains them."""
+    config = configure(
+        f"model_engine={engine}", f"distill.teacher={models}/teacher", path=models / "student"
+    )
+    assert [*role_configs(config)] == [None, "teacher"]
+    with pytest.raises(InputError, match="distill.teacher=.* has no tokenizer and 104 tokens"):
+        check_models(config, 1)
+    config = configure(
+        f"model_engine={engine}",
+        f"distill.teacher={models}/student",
+        "distill.top_k=1000",
+        path=models / "student",
+    )
+    with pytest.raises(InputError, match="distill.top_k=1000 is more than the"):
+        check_models(config, 1)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("assets")
+    tokenizer = make_tokenizer()
+    shape = dict(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    make_model(folder / "student", "qwen3", num_hidden_layers=1, **shape)
+    make_model(folder / "teacher", "llama", num_hidden_layers=2, hidden_size=64, **shape)
+    for name in ("student", "teacher"):
+        tokenizer.save_pretrained(folder / name)
+    train, _ = make_rows()
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, train[:64])))
+    return folder
+
+
+def arguments(assets: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "train_sft.py",
+        f"model.path={assets}/student",
+        f"distill.teacher={assets}/teacher",
+        f"data.train_files={assets}/train.jsonl",
+        f"data.cache_dir={assets}/cache",
+        f"output_dir={out}",
+        "engine.compute_dtype=float32",
+        "data.train_batch_size=8",
+        "data.max_length=64",
+        "data.max_tokens_per_micro_batch=128",
+        "optim.lr=1e-2",
+        "trainer.total_epochs=4",
+        *more,
+    ]
+
+
+@pytest.mark.slow
+def test_a_student_approaches_its_teacher_on_given_answers(assets, tmp_path):
+    launch(2, *arguments(assets, tmp_path, "distill.only=true", "model.lora.rank=4"))
+    lines = metrics(tmp_path)
+    divergences = [line["distill/divergence"] for line in lines]
+    assert all(line["train/loss"] == line["distill/divergence"] for line in lines)
+    assert lines[0]["timing/teacher_compute"] > 0
+    print(divergences)
+    assert sum(divergences[-4:]) < 0.7 * sum(divergences[:4])
+
+
+@pytest.mark.slow
+def test_a_dry_run_shows_the_teacher(assets, tmp_path):
+    command = [sys.executable, *arguments(assets, tmp_path, "dry_run=true")]
+    output = run(command).stdout
+    assert "memory of one rank for the teacher" in output
+    assert "output matrix of the teacher" in output
+    assert "kept from the teacher, host" in output

@@ -1,0 +1,85 @@
+"""examples/self_play.py: the game, and a short run of two players on two ranks."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from examples import self_play
+from tests.support.launch import launch, metrics, run
+
+
+def test_smaller_numbers_win_and_the_loser_pays_the_winner():
+    numbers = torch.arange(10.0)
+    for number in numbers:
+        won = self_play.winnings(number.expand(10), numbers)
+        assert won.tolist() == (numbers - number).sign().tolist()
+        assert self_play.winnings(numbers, number.expand(10)).tolist() == (-won).tolist()
+
+
+def test_any_text_is_a_move():
+    assert [self_play.move(text) for text in ("", "0", "1x", "\u20ac")] == [9.0, 8.0, 9.0, 4.0]
+
+
+def test_players_take_turns():
+    """Each player goes on with the state in which it stopped."""
+    state = {"adapter": torch.zeros(2)}
+
+    def load_state(new):
+        state["adapter"].copy_(new["adapter"])
+
+    actor = SimpleNamespace(state=lambda: state, load_state=load_state)
+    roles = SimpleNamespace(actor=actor)
+    states = [{"adapter": torch.tensor([1.0, 2.0])}, {"adapter": torch.tensor([3.0, 4.0])}]
+    for player in (0, 1, 0):
+        with self_play.playing(roles, states, player):
+            state["adapter"] += 10
+    assert [x["adapter"].tolist() for x in states] == [[21.0, 22.0], [13.0, 14.0]]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("game")
+    run([sys.executable, "examples/self_play.py", "build", folder])
+    return folder
+
+
+def arguments(assets, out, *more):
+    return [
+        "examples/self_play.py",
+        "configs/demo/self_play.yaml",
+        f"model.path={assets}/model",
+        f"data.train_files={assets}/prompts.jsonl",
+        f"data.cache_dir={assets}/cache",
+        f"output_dir={out}",
+        *more,
+    ]
+
+
+@pytest.mark.slow
+def test_both_players_learn_to_beat_the_frozen_model(assets, tmp_path):
+    """A mean of 128 games has a standard deviation of at most 0.09."""
+    launch(2, *arguments(assets, tmp_path, "trainer.total_steps=12"))
+    lines = metrics(tmp_path)
+    assert len(lines) == 12
+    assert abs(lines[0]["game/against_frozen"]) < 0.3
+    assert lines[-1]["game/against_frozen"] > 0.5
+    assert abs(sum(line["game/winnings"] for line in lines) / 12) < 0.3
+    adapters = [
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("hf", "hf_other")
+    ]
+    for name, matrix in adapters[0].items():
+        assert matrix.any()
+        assert not torch.equal(matrix, adapters[1][name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["model.lora.rank=0", "model_engine=megatron"])
+def test_a_setting_that_the_example_lacks_is_one_line(assets, tmp_path, setting):
+    done = run([sys.executable, *arguments(assets, tmp_path, setting)], returncode=2)
+    assert (
+        "error: examples/self_play.py needs model_engine=fsdp and model.lora.rank > 0"
+        in done.stderr
+    )
