@@ -275,6 +275,7 @@ def column_types() -> dict:
         "is_lost": Value("bool"),
         "is_identical": Value("bool"),
         "chosen_tokens": Value("int32"),
+        "target": Value("float64"),
         "cut": Value("bool"),
         "pixels": Value("large_binary"),
         "image_sizes": List(List(Value("int32"))),
@@ -379,6 +380,8 @@ def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
     if "chosen_tokens" in table.column_names:
         np.save(folder / "chosen_tokens.npy", table["chosen_tokens"].to_numpy()[counts.is_used])
         stats["dropped_identical"] = num_identical
+    if "target" in table.column_names:
+        np.save(folder / "target.npy", table["target"].to_numpy()[counts.is_used])
     if "record" in table.column_names:
         write_records(folder, chain.from_iterable(c.to_pylist() for c in table["record"].chunks))
     if "pixels" in table.column_names:

@@ -11,7 +11,7 @@ from config import without_secrets
 from data.columns import REASONS_FOR_UNUSED_ROWS
 from data.preview import NUM_ROWS, preview_dataset
 from engines.model.model_files import is_only_described
-from job.memory_plan import FROZEN_ROLES
+from job.memory_plan import FROZEN_ROLES, VALUE_ROLES
 from job.run import Run
 
 
@@ -101,7 +101,7 @@ def print_memory(config, run: Run, role: str | None) -> None:
     from engines.memory import GIB
 
     engine = engine_class(config.model_engine)
-    head = Head.VALUES if role == "critic" else Head.LOG_PROBS
+    head = Head.VALUES if role in VALUE_ROLES else Head.LOG_PROBS
     is_trained = role not in FROZEN_ROLES
     estimates = engine.estimate_memory(
         config, run.world_size, run.hardware.device_type, head, is_trained
