@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
-def bradley_terry(
-    chosen_scores: Tensor, rejected_scores: Tensor, margins: Tensor, **_
-) -> Tensor:
+def bradley_terry(chosen_scores: Tensor, rejected_scores: Tensor, margins: Tensor, **_) -> Tensor:
     """Return -log sigmoid(chosen - rejected - margin).
 
     Without a margin, this is the negative log-likelihood of the preference (Bradley and Terry 1952,

@@ -235,6 +235,7 @@ def load_value_head(head: ValueMatrix, path: Path) -> None:
     shape = list(head.weight.shape)
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys() & {"lm_head.weight", SCORE}:
+            names = set(tensors.keys())
+            for name in names & {"lm_head.weight", SCORE}:
                 if tensors.get_slice(name).get_shape() == shape:
                     head.weight.data.copy_(tensors.get_tensor(name))
