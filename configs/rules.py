@@ -419,6 +419,7 @@ RULES = {
     "validation.max_tokens": optional(int, at_least(1)),
     "validation.stop": optional(list, STOP_STRINGS),
     "reward.function": FUNCTION,
+    "reward.model.path": optional(str, PATH),
     "reward.num_workers": at_least(1),
     "reward.timeout": above(0.0),
     "reward.concurrency": at_least(1),

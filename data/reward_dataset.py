@@ -174,33 +174,27 @@ class RewardDataset(PreferenceDataset):
         rows = super().batch(indices)
         answers = rows.fields["answer"][rows.cu_seqlens[:-1]]
         targets = torch.from_numpy(np.nan_to_num(self.targets[list(indices)])).float()
-        return with_score_tokens(rows.input_ids, rows.lengths, answers, targets[answers // 2])
+        batch = with_score_tokens(rows.input_ids, rows.lengths)
+        lengths = batch.cu_seqlens.diff()
+        batch.fields["answer"] = torch.repeat_interleave(answers, lengths)
+        batch.fields["target"] = torch.repeat_interleave(targets[answers // 2], lengths)
+        return batch
 
 
-def with_score_tokens(
-    input_ids: torch.Tensor,
-    lengths: Sequence[int],
-    answers: torch.Tensor,
-    targets: torch.Tensor,
-) -> Batch:
+def with_score_tokens(input_ids: torch.Tensor, lengths: Sequence[int]) -> Batch:
     """Return the batch of n conversations with one more token each; see RewardDataset.batch().
+
+    The batch has the field loss_mask.
 
     Args:
         input_ids: [T] int64, laid end to end.
-        answers, targets: [n].
+        lengths: [n], at least 1.
     """
     # The token itself is never read: decoders are causal. So repeat the last one.
-    parts = [torch.cat([ids, ids[-1:]]) for ids in input_ids.split(list(lengths))]
-    new_lengths = torch.tensor([len(part) for part in parts])
-    cu_seqlens = make_cu_seqlens(new_lengths)
+    repeats = torch.ones_like(input_ids)
+    cu_seqlens = make_cu_seqlens(torch.tensor(lengths, dtype=torch.int64))
+    repeats[cu_seqlens[1:] - 1] = 2
+    cu_seqlens = cu_seqlens + torch.arange(len(cu_seqlens))
     loss_mask = torch.zeros(int(cu_seqlens[-1]))
     loss_mask[cu_seqlens[1:] - 1] = 1
-    return Batch(
-        torch.cat(parts),
-        cu_seqlens,
-        {
-            "loss_mask": loss_mask,
-            "answer": torch.repeat_interleave(answers, new_lengths),
-            "target": torch.repeat_interleave(targets, new_lengths),
-        },
-    )
+    return Batch(input_ids.repeat_interleave(repeats), cu_seqlens, {"loss_mask": loss_mask})

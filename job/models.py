@@ -15,6 +15,7 @@ MODEL_KEYS = {
     "critic": "critic.path",
     "reference": "reference.path",
     "teacher": "algorithm.distill.teacher",
+    "reward model": "reward.model.path",
 }
 
 

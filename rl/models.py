@@ -1,14 +1,27 @@
-"""The models of a run: always an actor, and a critic, reference and teacher if it uses them."""
+"""The models of a run: always an actor, and others if it uses them.
 
+These are a critic, a reference, a teacher and a reward model.
+"""
+
+from collections.abc import Iterable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from config import defaults
+from data.prompts import PromptDataset
 from engines.build import engine_class
 from engines.heads import Head
+from engines.model.hf import read_hf_config
 from engines.reference import check_same_vocabulary, reference_config
+from rl import reward_model
 from rl.functions import inputs_read
+from rl.reward_model import (
+    ROLE as REWARD_MODEL,
+    check_is_classifier,
+    reward_model_config,
+    uses_reward_model,
+)
 from rl.teacher import check_teacher, teacher_config, uses_teacher
 
 
@@ -33,9 +46,9 @@ def longest_response(config: DictConfig) -> int:
 def role_configs(config: DictConfig) -> dict[str, DictConfig]:
     """Return the configuration of each engine of this run, by role.
 
-    The roles are actor, critic, reference and teacher, in the order in which they are built. With
-    adapters and no reference.path, there is no engine for the reference: the actor without its
-    adapters serves as one.
+    The roles are actor, critic, reference, teacher and reward model, in the order in which they are
+    built. With adapters and no reference.path, there is no engine for the reference: the actor
+    without its adapters serves as one.
     """
     roles = {"actor": config}
     if uses_critic(config):
@@ -44,6 +57,8 @@ def role_configs(config: DictConfig) -> dict[str, DictConfig]:
         roles["reference"] = reference_config(config)
     if uses_teacher(config):
         roles["teacher"] = teacher_config(config)
+    if uses_reward_model(config):
+        roles[REWARD_MODEL] = reward_model_config(config)
     return roles
 
 
@@ -63,8 +78,8 @@ def critic_config(config: DictConfig) -> DictConfig:
 
 
 def head_of(role: str) -> Head:
-    """Return the head of a role's model: values for the critic, else log-probabilities."""
-    return Head.VALUES if role == "critic" else Head.LOG_PROBS
+    """Return the head of a role's model: log-probabilities, or values and scores."""
+    return Head.VALUES if role in ("critic", REWARD_MODEL) else Head.LOG_PROBS
 
 
 def check_models(config: DictConfig, world_size: int) -> Any:
@@ -74,6 +89,7 @@ def check_models(config: DictConfig, world_size: int) -> Any:
     whose vocabulary differs from the actor's.
     """
     check_model = engine_class(config.model_engine).check
+    check_is_classifier(config)
     hf_configs = {
         role: check_model(settings, world_size, head_of(role))
         for role, settings in role_configs(config).items()
@@ -82,9 +98,20 @@ def check_models(config: DictConfig, world_size: int) -> Any:
     teacher = hf_configs.pop("teacher", None)
     if teacher is not None:
         check_teacher(config, actor.vocab_size, teacher.vocab_size)
+    hf_configs.pop(REWARD_MODEL, None)  # It reads texts, with a tokenizer of its own.
     for role, hf_config in hf_configs.items():
         check_same_vocabulary(config, role, hf_config, actor)
     return actor
+
+
+def check_conversations(config: DictConfig, datasets: Iterable[PromptDataset]) -> None:
+    """Raise InputError if there is a reward model that cannot read the prompts. Loads no weights.
+
+    Called by all ranks.
+    """
+    if uses_reward_model(config):
+        num_tokens = read_hf_config(config.reward.model.path).get_text_config().vocab_size
+        reward_model.check_conversations(config, datasets, num_tokens)
 
 
 def mini_batch_prompts(config: DictConfig) -> int:
@@ -119,6 +146,7 @@ def hooked_stages(config: DictConfig, device_type: str) -> list[str]:
         "actor_compute_log_prob": needs_old_log_probs(config, num_mini_batches, 0),
         "ref_compute_log_prob": uses_reference(config),
         "teacher_compute": uses_teacher(config),
+        "reward_model_compute": uses_reward_model(config),
         "compute_values": has_critic,
         "critic_update": has_critic,
         "actor_update": True,
