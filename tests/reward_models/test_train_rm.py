@@ -390,8 +390,8 @@ MISTAKES = {
         "is a classifier with 2 labels",
     ),
     "a family without a classifier": (
-        ["model.path=ASSETS/olmoe"],
-        "transformers has no AutoModelForSequenceClassification for model_type=olmoe",
+        ["model.path=ASSETS/apertus"],
+        "transformers has no AutoModelForSequenceClassification for model_type=apertus",
     ),
     "an adapter of a reward model": (
         [LORA, "model.lora.adapter_path=ADAPTER"],
@@ -403,9 +403,9 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_and_exit_code_2(assets, two_labels, run_layout, tmp_path, mistake):
     overrides, message = MISTAKES[mistake]
-    if "ASSETS/olmoe" in str(overrides) and not (assets / "olmoe").exists():
-        make_model(assets / "olmoe", "olmoe", vocab_size=len(make_tokenizer()))
-        make_tokenizer().save_pretrained(assets / "olmoe")
+    if "ASSETS/apertus" in str(overrides):
+        make_model(assets / "apertus", "apertus", vocab_size=len(make_tokenizer()))
+        make_tokenizer().save_pretrained(assets / "apertus")
     paths = {"TWO_LABELS": str(two_labels)}
     if "ADAPTER" in str(overrides):
         paths["ADAPTER"] = str(run_layout("lora", "1 rank") / "hf")
