@@ -289,7 +289,7 @@ def test_bounds_of_sampling(argument, message):
         ),
         ("ppo", "critic.enable", "algorithm.adv_estimator=gae uses a critic"),
         ("sft", "num_workers", "data.num_proc processes tokenize"),
-        ("sft", "stage", "train_sft.py, train_dpo.py and train_ppo.py are the stages"),
+        ("sft", "stage", "train_sft.py, train_dpo.py, train_rm.py and train_ppo.py are the stages"),
         ("ppo", "optimizer", "the nearest is optim.name"),
         # A key that another script or engine reads.
         ("sft", "rollout.n", "only train_ppo.py reads it"),

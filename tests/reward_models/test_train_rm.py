@@ -173,7 +173,8 @@ def test_the_second_step_is_that_of_a_written_out_loss_in_fp64(assets, run_layou
     def loss_of(step: int) -> torch.Tensor:
         losses = []
         for i in global_batch(NUM_ROWS, BATCH_SIZE, 0, step):
-            chosen, rejected = score(rows[i], "chosen"), score(rows[i], "rejected")
+            chosen = score(rows[i], "chosen")
+            rejected = score(rows[i], "rejected")
             z = chosen - rejected - rows[i].get("margin", 0.0)
             losses.append(torch.log(1 + torch.exp(-z)) + 0.05 * (chosen + rejected) ** 2)
         return torch.stack(losses).mean()

@@ -53,7 +53,11 @@ def logs_of(settings: dict, pairs: str, center: float | None) -> list[dict]:
         )
         trainer.train()
     steps = [line for line in trainer.state.log_history if "loss" in line]
-    return [{name: line[name] for name in KEPT} for line in steps]
+    return [kept(line) for line in steps]
+
+
+def kept(line: dict) -> dict:
+    return {name: line[name] for name in KEPT}
 
 
 def main() -> None:
