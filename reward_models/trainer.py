@@ -57,7 +57,16 @@ class RewardTrainer:
             rows = range(start, min(start + batch_size, len(val)))
             for name, mean in self.evaluate(val.batch(rows)).items():
                 totals[name] = totals.get(name, 0.0) + mean * len(rows)
-        return {f"val/{name}": total / len(val) for name, total in totals.items()}
+        means = {name: total / len(val) for name, total in totals.items()}
+        metrics = {"val/loss": means["loss"], "val/mean_reward": means["mean_reward"]}
+        if not self.loss.takes_pairs:
+            return metrics | {"val/mean_absolute_error": means["mean_absolute_error"]}
+        return metrics | {
+            "val/accuracy": means["accuracy"],
+            "val/margin": means["margin"],
+            "val/rewards/chosen": means["rewards/chosen"],
+            "val/rewards/rejected": means["rewards/rejected"],
+        }
 
     def _plan(self, batch: Batch) -> Plan:
         group_size = 2 if self.loss.takes_pairs else 1
