@@ -20,8 +20,11 @@ def loss_of(**algorithm) -> RewardLoss:
 
 def batch_of(lengths: list[int], answers: list[int], targets: list[float]):
     """Return a batch of conversations, whose tokens are numbered."""
-    ids = torch.arange(sum(lengths))
-    return with_score_tokens(ids, lengths, torch.tensor(answers), torch.tensor(targets))
+    batch = with_score_tokens(torch.arange(sum(lengths)), lengths)
+    lengths = batch.cu_seqlens.diff()
+    batch.fields["answer"] = torch.tensor(answers).repeat_interleave(lengths)
+    batch.fields["target"] = torch.tensor(targets).repeat_interleave(lengths)
+    return batch
 
 
 def test_a_score_belongs_to_the_token_after_a_conversation():
