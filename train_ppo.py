@@ -18,10 +18,11 @@ command then continues from there. (torchrun does not forward SIGUSR1, and kills
 configuration is reported in one line per node, with exit code 2.
 
 In each step, vLLM wakes up with the new weights and generates responses, which are graded; then it
-goes to sleep. Each rank receives the tokens that it trains on, computes their log-probabilities,
-values and advantages, and updates critic and actor. Every rank knows the score and the length of
-every response. Mini-batches, advantages and denominators are computed from these, so the result of
-training does not depend on the number of ranks.
+goes to sleep, and a reward model, if there is one, scores them. Each rank receives the tokens that
+it trains on, computes their log-probabilities, values and advantages, and updates critic and actor.
+Every rank knows the score and the length of every response. Mini-batches, advantages and
+denominators are computed from these, so the result of training does not depend on the number of
+ranks.
 """
 
 import time
@@ -174,6 +175,7 @@ def set_up(config, grader):
     check_column_keys(config.data, run.datasets())
     check_token_ids(config, hf_config, run.tokenizer, run.datasets())
     on_rank0(check_rows, config, run.train)
+    models.check_conversations(config, run.datasets().values())
     notices = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}
     for notice in notices:
         if notice and run.rank == 0:
@@ -227,6 +229,7 @@ def train(run, roles) -> None:
         )
         run.tracker.report_failures(progress.step + 1, samples)
         metrics = roles.sleep()
+        samples = roles.score(samples)
         share = roles.divide(samples)
         roles.compute_log_probs(share, progress.step)
         roles.compute_values(share)

@@ -39,9 +39,16 @@ from benchmarks.recipe_curves import draw, read_curves
 
 RECIPES = ROOT / "examples" / "recipes"
 # The scripts of recipes whose names end like this; the others are for train_ppo.py.
-SCRIPTS = {"sft": "train_sft.py", "dpo": "train_dpo.py"}
+SCRIPTS = {"sft": "train_sft.py", "dpo": "train_dpo.py", "rm": "train_rm.py"}
 # The scores of validations have the name of the reward function, or of the episode's.
-SCORES = ("val/rewards/accuracies", "val/score", "val/score_and_format", "val/solve", "val/play")
+SCORES = (
+    "val/rewards/accuracies",
+    "val/accuracy",
+    "val/score",
+    "val/score_and_format",
+    "val/solve",
+    "val/play",
+)
 # Kept per step; the rest of metrics.jsonl stays in the run's own folder.
 KEPT = (
     "step",
@@ -69,6 +76,8 @@ KEPT = (
     "rewards/chosen",
     "rewards/rejected",
     "rewards/accuracies",
+    "train/accuracy",
+    "train/margin",
     "logps/chosen",
     "perf/memory_peak_gib",
     "perf/tokens_per_second",

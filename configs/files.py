@@ -11,7 +11,7 @@ from yaml import YAMLError
 from configs.errors import InputError
 
 CONFIGS = Path(__file__).resolve().parent
-SCRIPTS = ("dpo", "sft", "ppo")  # train_{script}.py reads configs/{script}.yaml
+SCRIPTS = ("rm", "dpo", "sft", "ppo")  # train_{script}.py reads configs/{script}.yaml
 KEY_LINE = re.compile(r"( *)(\w+):")
 NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 # Not 0x10 or 0b10, whose base is meant, and not .inf.

@@ -27,6 +27,8 @@ DEFAULT_COLUMNS = {
     "chosen_key": "chosen",
     "rejected_key": "rejected",
     "label_key": "label",
+    "margin_key": "margin",
+    "score_key": "score",
     "images_key": "images",
     "tools_key": "tools",
     "template_kwargs_key": "chat_template_kwargs",
@@ -36,7 +38,7 @@ DEFAULT_COLUMNS = {
 TEACHER_PROMPT_KEY = "teacher_prompt_key"  # only for prompts
 
 # The keys for columns of preferences alone.
-PREFERENCE_KEYS = ("chosen_key", "rejected_key", "label_key")
+PREFERENCE_KEYS = ("chosen_key", "rejected_key", "label_key", "margin_key", "score_key")
 
 # Why rows are cut or not used, by the name of their count in stats.json.
 REASONS_FOR_UNUSED_ROWS = {
@@ -138,7 +140,7 @@ def key_columns(options, with_response: bool, has_answers: bool) -> list[str]:
         keys = [key for key in keys if key not in PREFERENCE_KEYS]
     if with_response or has_answers:
         keys.remove(TEACHER_PROMPT_KEY)
-    columns = [getattr(options, key) for key in keys]
+    columns = [getattr(options, key, None) for key in keys]
     return [column for column in columns if column]
 
 

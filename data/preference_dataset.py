@@ -21,7 +21,7 @@ from data.columns import describe_use
 from data.dataset import TokenDataset, concatenate
 from data.images.processor import Processor
 from data.lengths import kept_tokens
-from data.preferences import read_preference
+from data.preferences import Preference, read_preference
 from data.records import row_as_json
 from data.selection import Selection
 from data.tokenization import CacheSpec, tokenize_to_cache
@@ -59,6 +59,13 @@ def tokenize_row(
 ) -> RowCoroutine[dict]:
     """Return the columns of a row that differ from UNUSED. Run it with encode_together()."""
     preference = read_preference(row, options, bool(chat.tokenizer.chat_template))
+    return (yield from tokenize_answers(row, preference, chat, options, folder))
+
+
+def tokenize_answers(
+    row: dict, preference: Preference, chat: ChatTokenizer, options, folder: Path
+) -> RowCoroutine[dict]:
+    """Do the same for a row whose answers have been read."""
     answers = {"chosen": preference.chosen, "rejected": preference.rejected}
     losses = []
     encoded: dict[str, EncodedRow] = {}

@@ -126,15 +126,20 @@ def read_labelled(row: dict, label_key: str, options) -> Preference:
             f'"{label_key}" is {str(row[label_key])[:40]!r}: must be true for an answer that is '
             "desirable, and false for one that is not"
         )
-    rest = {column: value for column, value in row.items() if column != label_key}
+    answer = read_answer_with(row, label_key, options)
+    if label:
+        return answer
+    return answer._replace(chosen=None, rejected=answer.chosen)
+
+
+def read_answer_with(row: dict, key: str, options) -> Preference:
+    """Return a row's only answer, as the chosen one. key: the column of its label or score."""
+    rest = {column: value for column, value in row.items() if column != key}
     standard_row, shape = read_shape(rest, options, with_response=True)
-    columns = [*columns_of_chat(rest, shape, options, with_response=True), label_key]
+    columns = [*columns_of_chat(rest, shape, options, with_response=True), key]
     # The messages of a completion are all new; a chat's earlier answers belong to its prompt.
     train_on = "all" if shape == "prompt/completion" else "last"
-    options = with_training(options, train_on)
-    if label:
-        return Preference(standard_row, None, columns, shape, options)
-    return Preference(None, standard_row, columns, shape, options)
+    return Preference(standard_row, None, columns, shape, with_training(options, train_on))
 
 
 # -- a pair ----------------------------------------------------------------------------------------

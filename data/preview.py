@@ -3,11 +3,13 @@
     python -m data.preview FILE model.path=MODEL [my.yaml] [key=value ...]
     python -m data.preview --prompts FILE model.path=MODEL [my.yaml] [key=value ...]
     python -m data.preview --preferences FILE model.path=MODEL [my.yaml] [key=value ...]
+    python -m data.preview --rewards FILE model.path=MODEL [my.yaml] [key=value ...]
 
-The first form is for files of train_sft.py, the second for prompts of train_ppo.py, and the third
-for preferences of train_dpo.py. Trained tokens are green on a terminal, and between [[ and ]]
-elsewhere. After the rows follow the columns and message fields that are read, and those that are
-ignored. --rows N shows N rows instead of 3.
+The first form is for files of train_sft.py, the second for prompts of train_ppo.py, the third for
+preferences of train_dpo.py, and the last for rows of train_rm.py. Trained tokens, and the answers
+that train_rm.py scores, are green on a terminal, and between [[ and ]] elsewhere. After the rows
+follow the columns and message fields that are read, and those that are ignored. --rows N shows N
+rows instead of 3.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from config import InputError, load, report
-from data import dataset, preference_dataset, prompts
+from data import dataset, preference_dataset, prompts, reward_dataset
 from data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from data.columns import report_lines, uses_of_file
 from data.dataset import TokenDataset
@@ -41,6 +43,7 @@ KINDS = {
     "training": ("sft.yaml", dataset.SPEC),
     "prompts": ("ppo.yaml", prompts.SPEC),
     "preferences": ("dpo.yaml", preference_dataset.SPEC),
+    "rewards": ("rm.yaml", reward_dataset.SPEC),
 }
 # All but tabs and line ends. They would change a terminal, or the direction of a text.
 CONTROL_CHARACTER = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -173,7 +176,12 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser("python -m data.preview", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     kinds = parser.add_mutually_exclusive_group()
-    for kind, script in (("prompts", "train_ppo.py"), ("preferences", "train_dpo.py")):
+    scripts = {
+        "prompts": "train_ppo.py",
+        "preferences": "train_dpo.py",
+        "rewards": "train_rm.py",
+    }
+    for kind, script in scripts.items():
         kinds.add_argument(
             f"--{kind}",
             dest="kind",

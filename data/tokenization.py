@@ -275,6 +275,7 @@ def column_types() -> dict:
         "is_lost": Value("bool"),
         "is_identical": Value("bool"),
         "chosen_tokens": Value("int32"),
+        "target": Value("float64"),
         "cut": Value("bool"),
         "pixels": Value("large_binary"),
         "image_sizes": List(List(Value("int32"))),
@@ -377,7 +378,7 @@ def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
         stats["dropped_no_loss"] = counts.num_untrained
         stats["loss_tokens"] = int(loss_mask.sum(dtype=np.int64))
     if "chosen_tokens" in table.column_names:
-        np.save(folder / "chosen_tokens.npy", table["chosen_tokens"].to_numpy()[counts.is_used])
+        write_numbers(folder, table, counts)
         stats["dropped_identical"] = num_identical
     if "record" in table.column_names:
         write_records(folder, chain.from_iterable(c.to_pylist() for c in table["record"].chunks))
@@ -390,6 +391,12 @@ def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
         if shape["values"]:
             stats[shape["values"]] = shape["counts"]
     (folder / "stats.json").write_text(json.dumps(stats, indent=1))
+
+
+def write_numbers(folder: Path, table, counts: RowCounts) -> None:
+    """Write the columns with one number per row that is used."""
+    for name in {"chosen_tokens", "target"} & set(table.column_names):
+        np.save(folder / f"{name}.npy", table[name].to_numpy()[counts.is_used])
 
 
 class RowCounts(NamedTuple):

@@ -17,7 +17,7 @@ from data.batching.batch import Batch
 from data.batching.plan import MicroBatches, Plan
 from data.images.processor import Processor
 from engines.context_parallel import has_dynamic_cp
-from engines.heads import Head
+from engines.heads import Head, ValueHead
 from engines.memory import Estimate
 from engines.model.model_files import ignored_weights
 from engines.planning import Planner
@@ -53,6 +53,8 @@ class Engine(ABC):
             that weight.
         new_end_ids: end tokens that the run teaches and that the files of model.path do not name;
             save_config() names them.
+        padding_id: for an engine with a value head, see describe_as_classifier() in
+            engines/model/classifier.py.
     """
 
     config: DictConfig
@@ -68,6 +70,7 @@ class Engine(ABC):
     micro_batches_multiple: int = 1
     names: dict[str, str | None]
     new_end_ids: Sequence[int] = ()
+    padding_id: int | None = None
     _flops: tuple[int, int, int]  # see count_flops in engines/model/flops.py
     _image_flops: float
     _padding: Tensor | None = None  # of the latest micro-batch
@@ -366,6 +369,11 @@ class Engine(ABC):
     def _use_adapters(self, use: bool) -> None: ...
 
     @property
+    def is_classifier(self) -> bool:
+        """Whether exports are sequence classifiers: those of engines with a value head."""
+        return isinstance(self.head, ValueHead)
+
+    @property
     def has_unused_weights(self) -> bool:
         """Whether model.path has weights that this engine does not use, such as a vision tower."""
         return None in self.names.values()
@@ -378,10 +386,13 @@ class Engine(ABC):
     def save_config(self, directory: Path) -> None:
         """Write an export's files other than weights and tokenizer. Only rank 0 calls it."""
         # Imported here: transformers takes seconds to import.
-        from engines.checkpoint.model_config import save_model_config
+        from engines.checkpoint.model_config import save_classifier_config, save_model_config
 
         path = Path(self.config.model.path)
-        save_model_config(path, self.compute_dtype, directory, self.new_end_ids)
+        if self.is_classifier:
+            save_classifier_config(path, self.compute_dtype, directory, self.padding_id)
+        else:
+            save_model_config(path, self.compute_dtype, directory, self.new_end_ids)
 
     # -- checkpoints -----------------------------------------------------------------------------
 

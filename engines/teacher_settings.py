@@ -58,4 +58,6 @@ def teacher_roles(config: DictConfig) -> dict[str, str]:
 
 def is_frozen(role: str | None) -> bool:
     """Return whether the model of a role is never trained."""
-    return role is not None and role.partition(" ")[0] in ("reference", ROLE)
+    if role is None:
+        return False
+    return role in ("reference", "reward model") or role.partition(" ")[0] == ROLE

@@ -14,6 +14,8 @@ from job.hardware import Hardware
 from rollout.vllm import adapters
 from rollout.vllm.capacity import ASLEEP_BYTES, AwakeMemory
 
+# "reward model" is that of train_ppo.py, the other one that of train_rm.py.
+VALUE_ROLES = ("critic", "reward model", "trained reward model")
 FULL = 0.95  # share of the device above which a run is likely to run out of memory
 
 
@@ -64,7 +66,7 @@ class MemoryPlan:
             config,
             self.hardware.world_size,
             self.hardware.device_type,
-            Head.VALUES if role == "critic" else Head.LOG_PROBS,
+            Head.VALUES if role in VALUE_ROLES else Head.LOG_PROBS,
             not is_frozen(role),
         )
         return max(stages, key=lambda stage: stage.device_total)
@@ -221,7 +223,7 @@ def candidates(config: DictConfig) -> dict[str, str]:
     engine = config.engine
     data = config.data
     longest, _ = longest_sequence(config)
-    if "label_key" in config.data:
+    if "chosen_key" in config.data:
         longest *= 2  # the two answers of a pair stay together
     half = data.max_tokens_per_micro_batch // 2
     settings = {

@@ -15,6 +15,7 @@ MODEL_KEYS = {
     "model": "model.path",
     "critic": "critic.path",
     "reference": "reference.path",
+    "reward model": "reward.model.path",
 }
 
 

@@ -12,6 +12,7 @@ from data.columns import REASONS_FOR_UNUSED_ROWS
 from data.preview import NUM_ROWS, preview_dataset
 from engines.model.model_files import is_only_described
 from engines.teacher_settings import is_frozen
+from job.memory_plan import VALUE_ROLES
 from job.run import Run
 
 
@@ -101,7 +102,7 @@ def print_memory(config, run: Run, role: str | None) -> None:
     from engines.memory import GIB
 
     engine = engine_class(config.model_engine)
-    head = Head.VALUES if role == "critic" else Head.LOG_PROBS
+    head = Head.VALUES if role in VALUE_ROLES else Head.LOG_PROBS
     is_trained = not is_frozen(role)
     estimates = engine.estimate_memory(
         config, run.world_size, run.hardware.device_type, head, is_trained

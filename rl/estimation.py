@@ -35,6 +35,7 @@ from rl.functions import (
     reads_tokens,
 )
 from rl.models import longest_response
+from rl.reward_model import PART as REWARD_MODEL_PART, uses_reward_model
 from rl.updates import off_policy_metrics
 from rollout.samples import Episodes, Samples
 from rollout.sharing import Share
@@ -310,6 +311,8 @@ def part_weights(config: DictConfig, samples: Samples) -> dict[str, float]:
     weights = dict(config.reward.weights)
     default = 0.0 if weights else 1.0
     weights = {name: weights.get(name, default) for name in samples.parts}
+    if uses_reward_model(config):
+        weights[REWARD_MODEL_PART] = config.reward.model.weight
     inputs = inputs_read(config, "adv_estimator")
     if "parts" not in inputs:
         return weights

@@ -1,16 +1,29 @@
-"""The models of a run: always an actor, and a critic, reference and teacher if it uses them."""
+"""The models of a run: always an actor, and others if it uses them.
 
+These are a critic, a reference, a teacher and a reward model.
+"""
+
+from collections.abc import Iterable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from config import defaults
+from data.prompts import PromptDataset
 from engines.build import engine_class
 from engines.heads import Head
+from engines.model.hf import read_hf_config
 from engines.reference import check_same_vocabulary, reference_config
 from engines.teacher_settings import teacher_roles, uses_teacher
 from engines.teaching import teacher_config, without_teacher
+from rl import reward_model
 from rl.functions import inputs_read
+from rl.reward_model import (
+    ROLE as REWARD_MODEL,
+    check_is_classifier,
+    reward_model_config,
+    uses_reward_model,
+)
 from rl.teacher import check_teachers
 
 
@@ -35,10 +48,10 @@ def longest_response(config: DictConfig) -> int:
 def role_configs(config: DictConfig) -> dict[str, DictConfig]:
     """Return the configuration of each engine of this run, by role.
 
-    The roles are actor, critic, reference and teacher, in the order in which they are built;
-    several teachers are "teacher NAME". With adapters and no reference.path, there is no engine for
-    the reference: the actor without its adapters serves as one. A policy that teaches itself needs
-    no engine for the teacher.
+    The roles are actor, critic, reference, teacher and reward model, in the order in which they are
+    built; several teachers are "teacher NAME". With adapters and no reference.path, there is no
+    engine for the reference: the actor without its adapters serves as one. A policy that teaches
+    itself needs no engine for the teacher.
     """
     roles = {"actor": config}
     if uses_critic(config):
@@ -47,6 +60,8 @@ def role_configs(config: DictConfig) -> dict[str, DictConfig]:
         roles["reference"] = reference_config(config)
     for role, path in teacher_roles(config).items():
         roles[role] = teacher_config(config, path)
+    if uses_reward_model(config):
+        roles[REWARD_MODEL] = reward_model_config(config)
     return roles
 
 
@@ -62,8 +77,8 @@ def critic_config(config: DictConfig) -> DictConfig:
 
 
 def head_of(role: str) -> Head:
-    """Return the head of a role's model: values for the critic, else log-probabilities."""
-    return Head.VALUES if role == "critic" else Head.LOG_PROBS
+    """Return the head of a role's model: log-probabilities, or values and scores."""
+    return Head.VALUES if role in ("critic", REWARD_MODEL) else Head.LOG_PROBS
 
 
 def check_models(config: DictConfig, world_size: int) -> Any:
@@ -73,6 +88,7 @@ def check_models(config: DictConfig, world_size: int) -> Any:
     whose vocabulary differs from the actor's.
     """
     check_model = engine_class(config.model_engine).check
+    check_is_classifier(config)
     hf_configs = {
         role: check_model(settings, world_size, head_of(role))
         for role, settings in role_configs(config).items()
@@ -80,10 +96,21 @@ def check_models(config: DictConfig, world_size: int) -> Any:
     actor = hf_configs["actor"]
     check_teachers(config, hf_configs)
     teachers = teacher_roles(config)
+    hf_configs.pop(REWARD_MODEL, None)  # It reads texts, with a tokenizer of its own.
     for role, hf_config in hf_configs.items():
         if role not in teachers:
             check_same_vocabulary(config, role, hf_config, actor)
     return actor
+
+
+def check_conversations(config: DictConfig, datasets: Iterable[PromptDataset]) -> None:
+    """Raise InputError if there is a reward model that cannot read the prompts. Loads no weights.
+
+    Called by all ranks.
+    """
+    if uses_reward_model(config):
+        num_tokens = read_hf_config(config.reward.model.path).get_text_config().vocab_size
+        reward_model.check_conversations(config, datasets, num_tokens)
 
 
 def mini_batch_prompts(config: DictConfig) -> int:
@@ -118,6 +145,7 @@ def hooked_stages(config: DictConfig, device_type: str) -> list[str]:
         "actor_compute_log_prob": needs_old_log_probs(config, num_mini_batches, 0),
         "ref_compute_log_prob": uses_reference(config),
         "teacher_compute": uses_teacher(config),
+        "reward_model_compute": uses_reward_model(config),
         "compute_values": has_critic,
         "critic_update": has_critic,
         "actor_update": True,

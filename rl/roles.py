@@ -23,10 +23,11 @@ from engines.parallel import device
 from engines.teacher_settings import teacher_roles, uses_teacher
 from engines.teaching import Teachers
 from profiling import Profiler
-from rl import collecting, estimation, teacher, updates
+from rl import collecting, estimation, reward_model, scoring, teacher, updates
 from rl.collecting import BatchSource, PartialSource
 from rl.losses import ActorLoss, critic_loss
 from rl.models import mini_batch_prompts, needs_old_log_probs, role_configs, uses_reference
+from rl.scoring import RewardModel
 from rollout.drawing import Request, Sampler
 from rollout.episodes.drawing import EpisodeSampler
 from rollout.episodes.runner import EpisodeRunner
@@ -59,6 +60,7 @@ class Roles:
     reference  an engine, or None if nothing reads its log-probabilities, or if the actor without
                its adapters is the reference
     teachers   the models whose distributions the actor learns, or None
+    reward_model  a frozen model that scores responses, or None
     rollout    vLLM, which holds the actor's weights while it is awake
     grader     the processes that call the reward function, or play episodes
     """
@@ -106,6 +108,11 @@ class Roles:
         if uses_teacher(config):
             teachers = [role_config[role] for role in teacher_roles(config)]
             self.teachers = self._build_teachers(teachers, total_steps)
+        self.reward_model = None
+        if reward_model.ROLE in role_config:
+            self.reward_model = self._build_reward_model(
+                role_config[reward_model.ROLE], total_steps
+            )
 
     def _choose_offloads(self) -> None:
         """Choose the tensors that are moved to host memory while their engine does not need them.
@@ -138,6 +145,11 @@ class Roles:
     def _build_teachers(self, configs: Sequence[DictConfig], num_steps: int) -> Teachers:
         engines = [self._build_frozen(config, num_steps) for config in configs]
         return Teachers(self.config, engines, self.actor, self.reference_offloaded)
+
+    def _build_reward_model(self, config: DictConfig, num_steps: int) -> RewardModel:
+        offloaded = self.reference_offloaded
+        engine = self._build(config, num_steps, offloaded, optimize=False, head=Head.VALUES)
+        return RewardModel(self.config, engine, offloaded)
 
     def _build(
         self, config: DictConfig, num_steps: int, offloaded: Sequence[str], **options
@@ -317,7 +329,11 @@ class Roles:
         # Report only the total time of a validation, as "validate", and not the time of its stages.
         unreported = Profiler()
         with self.profiler.stage("validate"):
-            return self.respond(step, request, unreported)
+            samples = self.respond(step, request, unreported)
+        if self.reward_model is None:
+            return samples
+        self.sleep()
+        return self._with_model_scores(samples)
 
     def sleep(self) -> dict[str, float]:
         """Take the device back from vLLM, and return metrics of its memory."""
@@ -325,6 +341,18 @@ class Roles:
             return self.rollout.sleep()
 
     # -- before the update -------------------------------------------------------------------------
+
+    def score(self, samples: Samples) -> Samples:
+        """Add the reward model's scores, if there is one, to those of the reward function."""
+        if self.reward_model is None:
+            return samples
+        return scoring.add_to_scores(self.config, self._with_model_scores(samples))
+
+    def _with_model_scores(self, samples: Samples) -> Samples:
+        """Return samples with the reward model's scores as a part. vLLM must be asleep."""
+        scoring.check_part_names(self.config, samples.parts)
+        with self.profiler.stage("reward_model_compute", self.reward_model.engine):
+            return self.reward_model.score(samples, self.host_group)
 
     def divide(self, samples: Samples) -> Share:
         """Return this rank's share of the samples; ranks exchange the tokens."""

@@ -25,6 +25,7 @@ from rl.functions import (
 )
 from rl.models import longest_response, mini_batch_prompts
 from rl.requirements import check_keys_have_an_effect
+from rl.reward_model import check_reward_model
 from rl.teacher import check_distillation
 
 # The built-in estimators that whiten their advantages over all tokens.
@@ -45,6 +46,7 @@ def check_settings(config: DictConfig) -> None:
     check_no_dropout(config)
     check_keys_have_an_effect(config)
     check_distillation(config)
+    check_reward_model(config)
     check_sampling(config)
     check_episodes(config)
     check_partial(config)

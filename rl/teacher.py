@@ -57,11 +57,12 @@ def check_distillation(config: DictConfig) -> None:
     """Raise InputError for settings that have no effect with, or without, a teacher."""
     check_teacher_settings(config)
     if not config.algorithm.distill.only:
-        if config.reward.function == NO_REWARD and not config.rollout.episode:
+        has_reward = config.rollout.episode or config.reward.model.path
+        if config.reward.function == NO_REWARD and not has_reward:
             raise InputError(
                 "reward.function=none gives every response 0, so the policy loss teaches nothing: "
                 "set algorithm.distill.teacher and algorithm.distill.only=true to learn from a "
-                "teacher alone, or choose a reward"
+                "teacher alone, set reward.model.path, or choose a reward"
             )
         return
     for key in KEYS_OF_POLICY_LOSS:

@@ -3,9 +3,11 @@
 import torch
 
 from algorithms.pass_at_k import pass_at_k
+from rl.reward_model import PART as REWARD_MODEL_PART
 from rollout.samples import Samples
 
 PASSING_SCORE = 1
+SCORE_OF_MODEL = "reward/model/mean"
 # Metrics of a validation with rollout.episode, and the metrics of the draw that they show.
 EPISODE_METRICS = {
     "val/episodes/turns": "episodes/turns/mean",
@@ -20,7 +22,8 @@ def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, flo
     """Return the metrics of n responses, or episodes, to each prompt.
 
     function: reward.function. The mean score is called val/{function}, and the mean of each part
-    val/{function}/{part}.
+    val/{function}/{part}. The mean score of a reward model is val/reward_model; it is no part of
+    val/{function}.
 
     Episodes of several turns add the metrics in EPISODE_METRICS.
 
@@ -36,7 +39,11 @@ def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, flo
         "val/truncated": episodes.choose(samples.truncated).float().mean().item(),
         "val/failures": len(samples.failures),
     }
-    for part, values in samples.parts.items():
+    parts = dict(samples.parts)
+    if SCORE_OF_MODEL in samples.metrics:
+        del parts[REWARD_MODEL_PART]
+        metrics["val/reward_model"] = samples.metrics[SCORE_OF_MODEL]
+    for part, values in parts.items():
         metrics[f"{name}/{part}"] = episodes.choose(values).mean().item()
     for key, source in EPISODE_METRICS.items():
         if source in samples.metrics:

@@ -21,7 +21,9 @@ from engines.base import Engine
 from engines.checkpoint import storage
 from engines.checkpoint.checkpointer import removed_on_failure
 from engines.checkpoint.model_config import SIDE_FILES
+from engines.heads import Head
 from engines.model import lora
+from engines.model.classifier import SCORE, VALUE_HEADS, as_classifier
 from engines.model.model_files import fingerprint, ignored_weights, weight_files
 from engines.model.names import model_names, split_stacks, stacked
 from engines.parallel.device import on_rank0
@@ -44,8 +46,7 @@ def export_hf(engine: Engine, tokenizer, directory: Path, base_name: str | None 
     """
     base_name = base_name or str(Path(engine.config.model.path).absolute())
     temporary = directory.with_name(directory.name + ".tmp")
-    has_adapters = engine.config.model.lora.rank > 0
-    weights = engine.export_adapter() if has_adapters else engine.export_weights()
+    weights = exported_weights(engine)
 
     def write_on_rank0() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -62,6 +63,19 @@ def export_hf(engine: Engine, tokenizer, directory: Path, base_name: str | None 
         if dist.get_rank() > 0:
             exhaust(weights)
         on_rank0(write_on_rank0, group=dist.group.WORLD)
+
+
+def exported_weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in the files, tensor) of an engine's model or, if there are any, its adapters.
+
+    A value head is that of a sequence classifier.
+    """
+    has_adapters = engine.config.model.lora.rank > 0
+    if not engine.is_classifier:
+        return engine.export_adapter() if has_adapters else engine.export_weights()
+    if has_adapters:
+        return as_classifier(engine.export_adapter())
+    return as_classifier(engine.export_weights(include_unused=False))
 
 
 def write_export(
@@ -171,17 +185,23 @@ class StoredModel:
     # The model directory with the weights that the engine did not use, such as a vision tower. None
     # if the engine used all weights.
     rest: Path | None
+    # Whether it is a reward model, with a value head.
+    is_classifier: bool = False
 
     @classmethod
     def of(cls, checkpoint: Path, progress: dict) -> "StoredModel":
         adapter = progress.get("lora")
         rest = progress.get("rest")
+        is_classifier = progress.get("is_classifier", False)
+        if is_classifier:
+            rest = None
         return cls(
             checkpoint,
             dtype=getattr(torch, progress["export_dtype"]),
             adapter=OmegaConf.create(adapter) if adapter else None,
             base_fingerprint=progress.get("run", {}).get("frozen weights"),
             rest=Path(rest) if rest else None,
+            is_classifier=is_classifier,
         )
 
     @property
@@ -253,7 +273,7 @@ def write_stored_adapter(stored: StoredModel, directory: Path) -> None:
     """Write a checkpoint's adapters in PEFT's format, with the tokenizer."""
     model_files = shutil.ignore_patterns("config.json", *SIDE_FILES)
     shutil.copytree(stored.checkpoint / "hf", directory, ignore=model_files)
-    weights = stored_weights(stored.checkpoint)
+    weights = stored_weights(stored)
     lora.write(weights, stored.adapter, stored.base_name, directory, stored.rest is not None)
 
 
@@ -264,9 +284,10 @@ def write_stored_model(stored: StoredModel, directory: Path, merge: bool) -> Non
         merge: add the checkpoint's adapters to the frozen model.
     """
     shutil.copytree(stored.checkpoint / "hf", directory)
-    weights = stored_weights(stored.checkpoint)
+    weights = stored_weights(stored)
     if merge:
-        weights = merged_weights(stored.base, dict(weights), stored.adapter, stored.dtype)
+        merged = merged_classifier_weights if stored.is_classifier else merged_weights
+        weights = merged(stored.base, dict(weights), stored.adapter, stored.dtype)
     else:
         weights = ((name, tensor.to(stored.dtype)) for name, tensor in weights)
     # Buffers keep the dtypes in which they were stored.
@@ -278,25 +299,29 @@ def write_stored_model(stored: StoredModel, directory: Path, merge: bool) -> Non
     write_safetensors(itertools.chain(parameters, buffers.items(), untrained), directory)
 
 
-def stored_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+def stored_weights(stored: StoredModel) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, tensor in its stored dtype) for the exported engine's weights."""
+    head = Head.VALUES if stored.is_classifier else Head.LOG_PROBS
     # Only megatron.core.dist_checkpointing writes this file.
-    if (checkpoint / "weights" / "metadata.json").exists():
+    if (stored.checkpoint / "weights" / "metadata.json").exists():
         from engines.megatron.checkpoint_files import hf_weights
 
-        return hf_weights(checkpoint)
-    return stored_fsdp_weights(checkpoint)
+        weights = hf_weights(stored.checkpoint, head)
+    else:
+        weights = stored_fsdp_weights(stored.checkpoint, head)
+    return as_classifier(weights) if stored.is_classifier else weights
 
 
-def stored_fsdp_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+def stored_fsdp_weights(checkpoint: Path, head: Head) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, tensor in its stored dtype), except for a tied output matrix."""
     from engines.model.hf import build_on_meta, read_hf_config
 
     hf_config = read_hf_config(str(checkpoint / "hf"))
-    hf = build_on_meta(hf_config, torch.float32)
+    hf = build_on_meta(hf_config, torch.float32, head)
+    has_tied_output = hf_config.tie_word_embeddings and head is not Head.VALUES
 
     def is_tied(name: str) -> bool:
-        return hf_config.tie_word_embeddings and name.endswith("lm_head.weight")
+        return has_tied_output and name.endswith("lm_head.weight")
 
     tensors = storage.read_tensors(checkpoint, "engine.model.", is_tied)
     plainly_named = ((lora.plain_name(name), tensor) for name, tensor in tensors)
@@ -308,6 +333,18 @@ def read_model_names(model: Path) -> dict[str, str | None]:
     from engines.model.hf import build_on_meta, read_hf_config
 
     return model_names(build_on_meta(read_hf_config(str(model)), torch.float32), model)
+
+
+def merged_classifier_weights(
+    base: Path, adapter: dict[str, Tensor], settings: DictConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Do the same as merged_weights() for a reward model, which only has weights that it uses."""
+    yield SCORE, adapter.pop(SCORE).to(dtype)
+    names = read_model_names(base)
+    for name, weight in merged_weights(base, adapter, settings, dtype):
+        is_of_base_alone = names[name] is None or name in (SCORE, *VALUE_HEADS)
+        if not is_of_base_alone:
+            yield name, weight
 
 
 def merged_weights(

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from engines.fsdp.sharding import full_tensor
 from engines.model import lora
+from engines.model.classifier import value_head_name
 from engines.model.names import model_names, split_stacks, stacked, stored_tensors
 
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -75,9 +76,10 @@ class ModelState:
         return lora.merge(weight, a, b, self.lora)
 
     def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name as in PEFT's files, full tensor) of each adapter matrix."""
+        """Yield (name as in PEFT's files, full tensor) of each adapter matrix, and a value head."""
+        value_head = value_head_name(self.hf) if self.adapted_layers else None
         for name, parameter in self.hf.named_parameters():
-            if ".lora_" in name:
+            if ".lora_" in name or name == value_head:
                 yield lora.plain_name(name), self._whole(parameter)
 
     def use_adapters(self, use: bool) -> None:

@@ -249,10 +249,16 @@ def adapter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 def export_adapters(
     models: list[nn.Module], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name as in engines/model/lora.py, full tensor), in the same order on all ranks."""
+    """Yield (name as in engines/model/lora.py, full tensor), in the same order on all ranks.
+
+    A value head, which is trained as well, keeps its Megatron name.
+    """
     matrices = {}
     for model in models:
-        matrices |= {name: matrix for matrix, name in adapter_names(model).items()}
+        names = adapter_names(model)
+        for local_name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                matrices[names.get(parameter, local_name)] = parameter
     tp_group = mpu.get_tensor_model_parallel_group()
     for part in parameters_of_all_stages(matrices, dtype, device):
         parts = gather_parts(part.value, tp_group) if part.is_divided else [part.value]

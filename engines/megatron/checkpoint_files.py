@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from engines.checkpoint.storage import Writer, read_tensors
+from engines.heads import Head
 from engines.megatron.bridge import export_stored
 from engines.megatron.mapping import Mapping
 from engines.megatron.sharded_state import METADATA
@@ -131,7 +132,7 @@ def with_prefixes(states: dict[str, dict]) -> dict:
     return prefixed
 
 
-def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+def hf_weights(checkpoint: Path, head: Head) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, stored tensor) from a checkpoint, without a process group.
 
     For a checkpoint with adapters, yield the adapter matrices under their names in PEFT's files.
@@ -143,7 +144,7 @@ def hf_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     if ".lora_" in first_name:
         yield from tensors
         return
-    mapping = Mapping(AutoConfig.from_pretrained(checkpoint / "hf"))
+    mapping = Mapping(AutoConfig.from_pretrained(checkpoint / "hf"), head)
     yield from export_stored(mapping, tensors)
 
 

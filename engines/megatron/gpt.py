@@ -21,6 +21,7 @@ from engines.megatron.moe import MixtureOfExperts
 from engines.megatron.mtp_layers import mtp_block_spec, mtp_hidden_states
 from engines.megatron.torch_layers import PackedRotaryEmbedding, install_torch_layers
 from engines.megatron.transformer_config import make_transformer_config, rope_parameters
+from engines.model.classifier import SCORE
 from engines.model.model_files import weight_files
 
 install_torch_layers()
@@ -230,10 +231,11 @@ def set_partition_attributes(module: nn.Module) -> None:
 
 
 def load_value_head(head: ValueMatrix, path: Path) -> None:
-    """Read the value head from the model's files if they have an output matrix with one row."""
-    name = "lm_head.weight"
+    """Read the value head from the files: an output matrix with one row, or a score head."""
     shape = list(head.weight.shape)
     for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys() and tensors.get_slice(name).get_shape() == shape:
-                head.weight.data.copy_(tensors.get_tensor(name))
+            names = set(tensors.keys())
+            for name in names & {"lm_head.weight", SCORE}:
+                if tensors.get_slice(name).get_shape() == shape:
+                    head.weight.data.copy_(tensors.get_tensor(name))

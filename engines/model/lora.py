@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from config import InputError, defaults
 from engines.heads import Head
+from engines.model.classifier import SCORE
 from engines.model.experts import expert_weights
 
 # The prefix of names in PEFT's files.
@@ -323,19 +324,23 @@ def write(
 ) -> None:
     """Write adapter_model.safetensors and adapter_config.json for PEFT and vLLM.
 
+    The score head of a reward model is not an adapter: PEFT loads it as a whole.
+
     Args:
         base: the absolute path or the hub name of the frozen model.
         is_part: whether `base` also contains other modules, such as a vision tower. Their layers
             may have the same last names as the adapted layers.
     """
     tensors = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in adapter}
-    modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in tensors}
+    is_classifier = PREFIX + SCORE in tensors
+    modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in tensors if ".lora_" in name}
     if selects_by_last_name(lora) and not is_part:
         modules = {name.rpartition(".")[2] for name in modules}
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = {
         **PLAIN,
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if is_classifier else "CAUSAL_LM",
+        "modules_to_save": ["score"] if is_classifier else None,
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from config import InputError
 from engines.model import lora
+from engines.model.classifier import SCORE, value_head_name
 from engines.model.model_files import shapes_in_files
 
 
@@ -196,7 +197,8 @@ def model_names(hf: nn.Module, path: Path) -> dict[str, str | None]:
     """Return {name in the files: name in the model}.
 
     A part of a stack keeps its name. Weights that transformers ignores map to None. They belong to
-    layers for multi-token prediction, for example, or to a vision tower.
+    layers for multi-token prediction, for example, or to a vision tower. The score head of a
+    sequence classifier is the value head of a model that has one.
 
     Raises:
         InputError: if transformers would compute new weights from those in the files, or if two
@@ -206,10 +208,14 @@ def model_names(hf: nn.Module, path: Path) -> dict[str, str | None]:
 
     rules = LoadingRules(hf)
     shapes = shapes_in_files(path)
+    value_head = value_head_name(hf)
     parts = {part.name for stack in stacked(hf).values() for part in stack}
     names: dict[str, str | None] = {name: name for name in shapes if name in parts}
     first_file_name = {}
     for file_name in sorted(shapes.keys() - names.keys(), key=dot_natural_key):
+        if file_name == SCORE and value_head:
+            names[file_name] = value_head
+            continue
         name, pattern = rules.rename(file_name)
         if name not in rules.stored and is_ignored(hf, name):
             name = None

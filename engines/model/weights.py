@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from config import InputError
 from engines.heads import Head
 from engines.model import lora
+from engines.model.classifier import SCORE, check_score_shape
 from engines.model.model_files import shapes_in_files, weight_files
 from engines.model.names import is_ignored, model_names, split_stacks, stacked, stored_tensors
 
@@ -31,7 +32,8 @@ def check_files(
     """Check that the files hold exactly the weights of a model.
 
     Only headers are read, except for tied matrices that are in the files twice: their values are
-    compared. With a value head, the files may lack the output matrix, or hold a language model's.
+    compared. With a value head, the files may lack the output matrix, or hold a language model's
+    or the score head of a classifier.
 
     Args:
         hf: the model on the meta device.
@@ -43,6 +45,8 @@ def check_files(
             config.json.
     """
     shapes = shapes_in_files(path)
+    if head is Head.VALUES:
+        check_score_shape(path, shapes)
     file_names = {name: name for name in shapes}
     stacks = {}
     if parameters is None:
@@ -55,6 +59,7 @@ def check_files(
     # The files of a tied model may hold the output matrix a second time.
     known = expected.keys() | hf.state_dict().keys()
     if head is Head.VALUES:
+        known = known | {SCORE}
         del expected[output_matrix_name(hf)]
 
     check_complete(hf, path, expected, shapes)

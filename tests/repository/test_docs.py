@@ -24,7 +24,7 @@ from tests.support.launch import ROOT
 
 # "python" is a file of the user's, and "py" an excerpt of one of ours.
 LANGUAGES = {"bash", "sh", "console", "python", "py", "json", "text", "diff"}
-DEFAULTS = ("sft.yaml", "dpo.yaml", "ppo.yaml")
+DEFAULTS = ("sft.yaml", "dpo.yaml", "rm.yaml", "ppo.yaml")
 # A setting or key of the pages has to exist for one of these: (defaults, engine).
 KINDS = [(defaults, engine) for defaults in DEFAULTS for engine in ("fsdp", "megatron")]
 PATHS = ["model.path=m", "data.train_files=t.jsonl"]

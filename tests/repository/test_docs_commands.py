@@ -12,6 +12,7 @@ from config import InputError, load
 from engines.build import engine_class
 from job.order import check_order_settings
 from preferences.settings import check_settings as check_preferences
+from reward_models.settings import check_settings as check_rewards
 from rl.settings import check_settings
 from rollout.vllm.settings import check_rollout
 from tests.repository.pages import COMMANDS, PAGES, blocks, parse_launch
@@ -37,6 +38,7 @@ NOT_RUN_HERE = {
     "python -m tests.profiling.defects": "takes minutes",
     "python -c 'from datasets": "downloads from the hub",
     "python -m engines.checkpoint export runs/support": "like the command of docs/lora.md",
+    "python -m engines.checkpoint export runs/rm": "tests/reward_models/test_train_rm.py merges",
     "python examples/reasoning.py": "needs a trained model; test_reasoning.py tests it",
     "python -m engines.checkpoint export runs/quickstart": "the same as the export of docs/lora.md",
     "tensorboard": "starts a server",
@@ -57,7 +59,9 @@ NOT_RUN_HERE = {
 def inner_command(command: str) -> str:
     """Return the command that nsys or sbatch launches, or the command itself."""
     command = re.sub(r"^nsys .*?(?=torchrun)", "", command)
-    return re.sub(r"^sbatch examples/slurm/(sft|dpo|ppo)\.sbatch", r"python train_\1.py", command)
+    return re.sub(
+        r"^sbatch examples/slurm/(sft|dpo|rm|ppo)\.sbatch", r"python train_\1.py", command
+    )
 
 
 def kind_of(command: str) -> str:
@@ -98,6 +102,8 @@ def test_a_launch_has_a_valid_configuration(page, command, docs_folder, monkeypa
         check_order_settings(config)
         if defaults == "dpo.yaml":
             check_preferences(config)
+        if defaults == "rm.yaml":
+            check_rewards(config)
         if defaults == "ppo.yaml":
             check_settings(config)
             check_rollout(config, launch.num_ranks)

@@ -12,7 +12,7 @@ from configs.names import readers, suggest
 from tests.repository.pages import PAGES, block_containing
 
 MIGRATIONS = [page for page in PAGES if page.startswith("docs/from_")]
-SCRIPTS = ("sft.yaml", "dpo.yaml", "ppo.yaml")
+SCRIPTS = ("sft.yaml", "dpo.yaml", "rm.yaml", "ppo.yaml")
 NEEDED = ["model.path=m", "data.train_files=t"]
 KEY = r"[a-z_]+(?:\.[a-z0-9_]+)+|output_dir|model_engine"
 # Names in the tables that are no keys of the other project.

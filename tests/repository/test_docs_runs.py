@@ -218,7 +218,12 @@ def test_runs_log_the_metrics_of_the_tables(results, docs_folder):
 
 
 STAGES = re.findall(r"^\| train_(\w+).py \| (.*) \|$", PAGES["docs/profiling.md"], re.MULTILINE)
-ROOMS_WITH_STAGES = {"sft": [], "dpo": ["preferences"], "ppo": ["rl", "rollout"]}
+ROOMS_WITH_STAGES = {
+    "sft": [],
+    "dpo": ["preferences"],
+    "rm": ["reward_models"],
+    "ppo": ["rl", "rollout"],
+}
 
 
 @pytest.mark.parametrize("loop, stages", STAGES)

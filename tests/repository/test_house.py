@@ -26,6 +26,7 @@ LEVELS = {
     "rollout": 5,
     "job": 6,
     "preferences": 6,
+    "reward_models": 6,
     "rl": 6,
 }
 SCRIPT_LEVEL = 7

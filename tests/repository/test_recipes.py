@@ -71,7 +71,7 @@ def test_the_recipes_of_sums_differ_only_in_what_they_vary(name):
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_results_can_be_drawn(path, tmp_path, monkeypatch):
     picture = tmp_path / "curve.png"
-    has_scores = not path.stem.endswith(("sft", "dpo"))
+    has_scores = not path.stem.endswith(("sft", "dpo", "rm"))
     metric = "score/mean" if has_scores else "train/loss"
     arguments = ["recipes", "draw", str(path), "--metric", metric, "--out", str(picture)]
     monkeypatch.setattr("sys.argv", arguments)

@@ -1,0 +1,75 @@
+"""Conversations that a model has continued: a prompt's row with a response, as another model's
+tokenizer and chat template render them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+
+from config import InputError
+from data.chat.conversation import Conversation
+from data.chat.encoding import tokenize_together
+from data.chat.endings import read_ending
+from data.chat.placeholders import tokens_with_images
+from data.chat.plain_text import encode_pair
+from data.chat.tokenizer import ChatTokenizer
+from data.prompts import without_reply
+from data.rows import read_messages, template_inputs
+from data.shapes import read_shape
+
+
+def encode_answered(
+    rows: Sequence[dict], responses: Sequence[str], chat: ChatTokenizer, options
+) -> list[list[int]]:
+    """Return the tokens of conversations: each row's prompt, and the response to it.
+
+    They are rendered as data.reward_dataset does it for training, up to the end of the template.
+    Special tokens that are written in texts are escaped, unless options.special_tokens_in_text is
+    keep: a response cannot end its own turn.
+
+    Args:
+        rows: complete rows of data files with prompts.
+        options: the section `data` of the configuration.
+
+    Raises:
+        InputError: the rows are messages, and there is no chat template; or the template rejects a
+            conversation.
+    """
+    options = copy(options)
+    if options.special_tokens_in_text != "keep":
+        options.special_tokens_in_text = "escape"
+    conversations: list[Conversation | None] = []
+    encoded: list[list[int]] = []
+    for row, response in zip(rows, responses, strict=True):
+        conversation = conversation_of(row, response, chat, options)
+        conversations.append(conversation)
+    tokenize_together([conversation for conversation in conversations if conversation])
+    for row, response, conversation in zip(rows, responses, conversations):
+        if conversation is None:
+            prompt, _ = read_shape(row, options, with_response=False)
+            text = prompt[options.prompt_key]
+            ids, _ = encode_pair(text, response, options.special_tokens_in_text, chat)
+        else:
+            ids = tokens_with_images(conversation, [], options, None)[0].ids
+        encoded.append(ids)
+    return encoded
+
+
+def conversation_of(row: dict, response: str, chat: ChatTokenizer, options) -> Conversation | None:
+    """Return the rendered conversation; None if prompt and response are plain text."""
+    row, _ = read_shape(row, options, with_response=False)
+    messages = read_messages(row, bool(chat.tokenizer.chat_template), options)
+    if messages is None:
+        return None
+    if not chat.tokenizer.chat_template:
+        raise InputError(
+            "the tokenizer has no chat template, and the prompts are messages: save a template "
+            "with the tokenizer"
+        )
+    turns = [*without_reply(messages, row, options), {"role": "assistant", "content": response}]
+    conversation = Conversation(turns, chat, template_inputs(row, chat.parameters, options))
+    # Some templates end a turn only when another turn follows.
+    tail = read_ending(chat).tail
+    if tail:
+        conversation.append(tail)
+    return conversation

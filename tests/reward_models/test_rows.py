@@ -1,0 +1,88 @@
+"""Rows of train_rm.py: pairs with and without a margin, and answers with a score."""
+
+import json
+import math
+
+import pytest
+
+from config import InputError, load
+from data.reward_dataset import RewardDataset, read_rewarded, tokenize_rewards
+from data.tokenization import plain_options
+from examples.arithmetic import make_tokenizer
+
+PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+
+
+def options_of(*settings: str):
+    return plain_options(load("rm.yaml", ["model.path=/m", "data.train_files=/f", *settings]).data)
+
+
+@pytest.mark.parametrize(
+    "row, target",
+    [
+        (PAIR, math.nan),
+        (PAIR | {"margin": 2}, 2.0),
+        (PAIR | {"margin": "0.5"}, 0.5),
+        (PAIR | {"margin": None}, math.nan),
+        ({"messages": CHAT, "score": -1.5}, -1.5),
+        ({"messages": CHAT, "label": True}, 1.0),
+        ({"messages": CHAT, "kto_tag": "false"}, 0.0),
+        ({"prompt": "1+1=", "completion": "2", "score": 3}, 3.0),
+    ],
+)
+def test_the_target_of_a_row(row, target):
+    preference, actual = read_rewarded(row, options_of(), has_template=True)
+    assert actual == target or math.isnan(actual) and math.isnan(target)
+    assert (preference.rejected is None) == ("chosen" not in row)
+    read = set(preference.columns)
+    assert read >= {key for key in ("margin", "score", "label") if row.get(key) is not None}
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        (PAIR | {"score": 1}, 'both a pair of answers and "score"'),
+        (PAIR | {"margin": "much"}, "\"margin\" is 'much': must be a number"),
+        (PAIR | {"margin": math.inf}, "must be a number"),
+        ({"messages": CHAT, "score": [1]}, "must be a number"),
+        ({"messages": CHAT}, "nor a score is in the row, which has messages"),
+        ({"prompt": "1+1=", "chosen": "2"}, '"rejected" is missing'),
+    ],
+)
+def test_a_malformed_row_is_one_line(row, message):
+    with pytest.raises(InputError) as error:
+        read_rewarded(row, options_of(), has_template=True)
+    assert message in str(error.value)
+
+
+def test_columns_can_have_other_names_or_none():
+    row = PAIR | {"gap": 1, "margin": 5, "score": 4}
+    options = options_of("data.margin_key=gap", "data.score_key=null")
+    assert read_rewarded(row, options, has_template=True)[1] == 1.0
+    options = options_of("data.margin_key=null", "data.score_key=null")
+    assert math.isnan(read_rewarded(row, options, has_template=True)[1])
+    # A label is read only beside the default name of the score.
+    options = options_of("data.score_key=rating")
+    with pytest.raises(InputError, match="nor a score is in the row"):
+        read_rewarded({"messages": CHAT, "label": True}, options, has_template=True)
+
+
+def test_a_batch_has_the_whole_rendered_conversation(tmp_path):
+    tokenizer = make_tokenizer()
+    rows = [PAIR | {"margin": 2}, PAIR, PAIR | {"rejected": "2"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tokenize_rewards(str(file), tokenizer, options_of(), tmp_path / "cache", tmp_path)
+    dataset = RewardDataset.load(path)
+    assert len(dataset) == 2, "equal answers teach nothing"
+    assert dataset.num_margins == 1
+    batch = dataset.batch([1, 0])
+    chosen = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    expected = tokenizer(chosen, add_special_tokens=False)["input_ids"]
+    (first, *_) = batch.split([1] * 4)
+    assert first.input_ids.tolist() == [*expected, expected[-1]]
+    ends = batch.cu_seqlens[1:] - 1
+    assert batch.fields["target"][ends].tolist() == [0, 0, 2, 2]
+    assert batch.fields["answer"][ends].tolist() == [0, 1, 2, 3]
+    assert dataset.last_tokens() == {expected[-1]}
