@@ -32,6 +32,7 @@ from rollout.vllm.image_prompts import (
     enqueue_image_prompts,
     find_placeholder_ids,
 )
+from rollout.vllm.routing import RouteRecorder
 from rollout.vllm.sampling import (
     RequestSampling,
     count_candidates,
@@ -65,6 +66,7 @@ class Rollout:
             files into these tensors, and uses them as its frozen weights. None if nothing is
             shared.
         adapter: The adapter that vLLM stores separately from the base, or None.
+        recorder: Keeps the experts that vLLM chose; None without rollout.routing_replay.
         scheduler: The scheduler for closed batches; None if vLLM's own scheduler is used.
         closed_batch_share: The fraction of the last batch's steps that were scheduled by
             `scheduler` rather than by vLLM's own code.
@@ -127,6 +129,7 @@ class Rollout:
         self.scheduler = scheduler if "scheduler_cls" in arguments else None
         self.drafts = speculation.DraftCounter(scheduler)
         self.closed_batch_share = 0.0
+        self.recorder = RouteRecorder(self.llm) if config.rollout.routing_replay else None
 
     def _attach(self, config: DictConfig) -> None:
         """Prepare updates of vLLM's weights, which are marked as invalid."""
@@ -210,7 +213,8 @@ class Rollout:
             * rollout_log_probs, fp32 [T]: under the distribution that tokens were sampled from,
               i.e. after temperature, top_p etc.;
             * candidate_ids, int32 [T, top_k + NUM_TIES], if top_k is set: the token ids that each
-              token was sampled from (see Batch).
+              token was sampled from (see Batch);
+            * routed_experts [T, L, k], with rollout.routing_replay: see engines/model/routes.py.
 
             A response of a vision-language model may end with the placeholder of an image. The
             trainer must replace it with another token in the model's input.
@@ -257,6 +261,9 @@ class Rollout:
             progress_label=self.progress_label,
         )
         self.end_batch(is_closed_batch)
+        if self.recorder:
+            lengths = [len(prompt) for prompt in prompts] + responses.lengths
+            responses.routes = self.recorder.take_all(request_ids, lengths)
         is_truncated = [reasons[i] == "length" for i in range(len(prompts))]
         return torch.tensor(is_truncated, dtype=torch.bool)
 
@@ -327,6 +334,8 @@ class Rollout:
             outputs = self.llm.generate(
                 prompts, params, lora_request=self.lora_request, use_tqdm=False
             )
+        if self.recorder:
+            self.recorder.forget()
         log_probs = [
             output.outputs[0].logprobs[0][token].logprob for output, token in zip(outputs, tokens)
         ]
@@ -441,6 +450,8 @@ class Rollout:
         keeps_base = self.adapter is not None and bool(self.valid)
         if self.awake:
             self.memory.free(keep_weights=keeps_base)
+        if self.recorder:
+            self.recorder.slot_routes.free()
         self.awake = set()
         self.valid = self.valid & {"base"} if self.adapter else set()
         asleep_gib = used_gib(self.device)
@@ -479,6 +490,8 @@ class Rollout:
             )
         if part not in self.awake:
             self.memory.restore(part, are_weights_valid=bool(self.valid))
+        if part == "kv_cache" and self.recorder:
+            self.recorder.slot_routes.allocate()
         self.awake.add(part)
 
     def shutdown(self) -> None:
