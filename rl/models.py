@@ -44,6 +44,9 @@ def role_configs(config: DictConfig) -> dict[str, DictConfig]:
         roles["reference"] = reference_config(config)
     if uses_teacher(config):
         roles["teacher"] = teacher_config(config)
+    for role in roles.keys() - {"actor"}:
+        # Their experts are their own.
+        roles[role] = OmegaConf.merge(roles[role], {"rollout": {"routing_replay": False}})
     return roles
 
 

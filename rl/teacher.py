@@ -159,10 +159,10 @@ class Teacher:
                 self.num_tokens,
                 self.settings.temperature,
             )
-            outputs = updates.token_outputs(self.engine, head, share)
+            outputs = updates.token_outputs(self.engine, head, share.without_routes)
             fields |= dict(zip(("teacher_ids", "teacher_log_probs"), outputs))
         else:
-            outputs = updates.token_outputs(self.engine, HiddenHead(), share)
+            outputs = updates.token_outputs(self.engine, HiddenHead(), share.without_routes)
             if outputs:
                 fields["teacher_hidden"] = outputs[0]
                 fields["teacher_number"] = torch.zeros(len(outputs[0]), dtype=torch.int64)

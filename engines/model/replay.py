@@ -127,6 +127,20 @@ class ReplayedChoice(TorchFunctionMode):
             )
 
 
+def check_can_replay(hf: nn.Module, config: DictConfig) -> None:
+    """Raise InputError if routing is to be replayed in a model without stacked experts.
+
+    Args:
+        hf: the model on the meta device.
+    """
+    if replays_routing(config) and not first_weights(hf):
+        raise InputError(
+            f"rollout.routing_replay=true needs a mixture of experts, but model.path="
+            f"{config.model.path} ({type(hf).__name__}) has no layer with routed experts: set "
+            "rollout.routing_replay=false"
+        )
+
+
 def first_weights(hf: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return (name of the block, one weight of its experts) for each layer with experts."""
     weights = {}
@@ -186,6 +200,4 @@ def sends_to(indices: Tensor, expected: Tensor) -> bool:
     if indices.is_floating_point() or indices.shape != expected.shape:
         return False
     is_routed = has_route(expected)
-    return torch.equal(
-        indices[is_routed].sort(1).values, expected[is_routed].long().sort(1).values
-    )
+    return torch.equal(indices[is_routed].sort(1).values, expected[is_routed].long().sort(1).values)

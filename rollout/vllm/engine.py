@@ -26,7 +26,7 @@ from rollout.responses import Responses
 from rollout.vllm import adapters, speculation
 from rollout.vllm.arguments import Host, engine_arguments
 from rollout.vllm.device_memory import PARTS, CpuMemory, OwnMemory, SharedMemory, used_gib
-from rollout.vllm.generation import step_requests
+from rollout.vllm.generation import next_token_log_probs, step_requests
 from rollout.vllm.image_prompts import (
     ImagePrompt,
     enqueue_image_prompts,
@@ -37,7 +37,6 @@ from rollout.vllm.sampling import (
     RequestSampling,
     count_candidates,
     find_stop_token_ids,
-    next_token_params,
     preserved_random_state,
     sampling_params,
 )
@@ -319,27 +318,11 @@ class Rollout:
             RuntimeError: vLLM is asleep, or its weights are not the trainer's.
         """
         self._check_ready("log_probs()")
-        prompts = []
-        params = []
-        tokens = []
-        sequences = batch.input_ids.split(batch.lengths)
-        masks = batch.fields["loss_mask"].split(batch.lengths)
-        for ids, mask in zip(sequences, masks):
-            for position in mask.nonzero().flatten().tolist():
-                token = int(ids[position])
-                tokens.append(token)
-                prompts.append({"prompt_token_ids": ids[:position].tolist()})
-                params.append(next_token_params(temperature, token))
         with preserved_random_state():
-            outputs = self.llm.generate(
-                prompts, params, lora_request=self.lora_request, use_tqdm=False
-            )
+            log_probs = next_token_log_probs(self.llm, batch, temperature, self.lora_request)
         if self.recorder:
             self.recorder.forget()
-        log_probs = [
-            output.outputs[0].logprobs[0][token].logprob for output, token in zip(outputs, tokens)
-        ]
-        return torch.tensor(log_probs)
+        return log_probs
 
     def _check_ready(self, call: str) -> None:
         """Raise RuntimeError unless all memory is awake and holds the trainer's weights."""

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from config import InputError
-from engines.model.routes import no_route, route_dtype
+from engines.model.routes import route_dtype
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -36,8 +36,8 @@ class SlotRoutes:
         num_experts: the number of experts of a layer.
         group: the number of the group of attention layers whose KV cache has a slot for each token.
         step: [max tokens of a step, L, k], the experts of the current step's tokens.
-        slots: [slots + 1, L, k], the experts of the token in each slot. The last row is for padding,
-            whose slot is -1. None while vLLM sleeps.
+        slots: [slots + 1, L, k], the experts of the token in each slot. The last row is for
+            padding, whose slot is -1. None while vLLM sleeps.
     """
 
     def __init__(self, model: nn.Module, kv_cache_config, max_tokens: int, device: torch.device):
