@@ -12,6 +12,7 @@ token. Entry t is for token t as an input. The last token of a sequence, which w
 read by vLLM, has none, and no_route() stands in its place; the trainer then makes its own choice.
 """
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -48,6 +49,23 @@ def replayed(own: Tensor, routes: Tensor) -> Tensor:
         routes: [t, k], see route_dtype().
     """
     return torch.where(has_route(routes)[:, None], routes.long(), own)
+
+
+def joined_parts(earlier: np.ndarray | None, later: np.ndarray) -> np.ndarray:
+    """Return the routes of a sequence that vLLM has read in two parts: [n, L, k].
+
+    The tokens of the earlier part keep their routes, even if the later request has read them again
+    with other weights: their log-probabilities come from the first reading. Only the last of them
+    had not been read.
+
+    Args:
+        earlier: of the first tokens; None: there is no earlier part.
+        later: [n, L, k], of all tokens.
+    """
+    num_kept = 0 if earlier is None else len(earlier) - 1
+    if num_kept <= 0:
+        return later
+    return np.concatenate([earlier[:num_kept], later[num_kept:]])
 
 
 class Mismatch:

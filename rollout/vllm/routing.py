@@ -110,6 +110,11 @@ class RouteRecorder:
             start += int(length)
         return routes.numpy()
 
+    def join(self, routes: Sequence[np.ndarray]) -> np.ndarray:
+        """Lay routes [tokens, L, k] of several sequences end to end. There may be no sequence."""
+        # Zero experts of the right shape and dtype.
+        return np.concatenate([self.take_all([], np.zeros(0, np.int64)), *routes])
+
     def forget(self) -> None:
         """Forget the routes that nobody has taken."""
         self.kept.clear()
