@@ -226,7 +226,7 @@ class FSDPEngine(Engine):
         if self._router_loss:
             metrics["router_aux_loss"] = self._router_loss.sum_over_ranks()
         if self._replay:
-            metrics["routing_mismatch"] = self._replay.mismatch.share()
+            metrics |= self._replay.mismatch.metrics()
         return {**metrics, "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
 
     def _backward(self, micro_batch: MicroBatch, loss_fn: LossFn) -> dict[str, Tensor]:

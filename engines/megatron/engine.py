@@ -261,7 +261,7 @@ class MegatronEngine(Engine):
             num_layers = self.hf_config.num_hidden_layers
             metrics["router_aux_loss"] = mean_aux_loss(self.routers, num_layers)
         if self._mismatch:
-            metrics["routing_mismatch"] = self._mismatch.share()
+            metrics |= self._mismatch.metrics()
         return {
             **metrics,
             "grad_norm": grad_norm,

@@ -89,8 +89,9 @@ class Mismatch:
         """Forget the counts."""
         self.counts.zero_()
 
-    def share(self) -> float:
-        """Return the share of the choices that differ, over all ranks."""
+    def metrics(self) -> dict[str, float]:
+        """Return the share of the choices that differ, over all ranks; nothing without choices."""
         counts = self.counts.clone()
         dist.all_reduce(counts)
-        return (counts[0] / counts[1].clamp(min=1)).item()
+        num_mismatches, num_choices = counts.tolist()
+        return {"routing_mismatch": num_mismatches / num_choices} if num_choices else {}

@@ -37,7 +37,7 @@ class Branch:
         candidates: for every sampled token, the token ids that it was sampled from (see Batch);
             empty unless rollout.top_k is set.
         is_open: whether a turn of this branch has begun and not ended.
-        routes: the experts of every token (see engines/model/routes.py), with routing_replay;
+        routes: with rollout.routing_replay, the experts of every token (engines/model/routes.py);
             None without, or before the first turn has ended.
     """
 

@@ -9,9 +9,13 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from config import InputError
+from engines.memory import GIB
 from engines.model.experts import experts_per_token
-from engines.model.hf import read_hf_config
-from engines.model.routes import no_route
+from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.lengths import longest_sequence
+from engines.model.replay import first_weights
+from engines.model.routes import no_route, route_dtype
+from rollout.vllm.capacity import kv_bytes_per_token
 
 WORKER = "rollout.vllm.routing_worker.RecordingWorker"
 
@@ -34,6 +38,31 @@ def check_routing_replay(config: DictConfig) -> None:
         )
 
 
+def describe_memory(config: DictConfig, world_size: int) -> str:
+    """Describe the memory for the experts of a step's responses on one rank, if all are longest.
+
+    They are in host memory twice: on the rank that generated a response, and on the rank that
+    trains on it.
+    """
+    hf_config = read_hf_config(config.model.path)
+    shape = hf_config.get_text_config()
+    hf = build_on_meta(hf_config, torch.float32, images=config.model.images)
+    stacks = first_weights(hf)
+    num_experts = max(len(weight) for _, weight in stacks)
+    itemsize = route_dtype(num_experts).itemsize
+    bytes_per_token = len(stacks) * experts_per_token(shape) * itemsize
+    num_responses = config.data.train_batch_size * config.rollout.n
+    generated = num_responses * config.rollout.tensor_parallel_size / world_size
+    trained = num_responses / world_size
+    longest, _ = longest_sequence(config)
+    host_bytes = (generated + trained) * longest * bytes_per_token
+    share_of_cache = bytes_per_token / kv_bytes_per_token(config, shape)
+    return (
+        f"routing replay: {bytes_per_token} bytes per token; at most {host_bytes / GIB:.2f} GiB of "
+        f"each rank's host memory, and {share_of_cache:.2%} of the KV cache's size beside it"
+    )
+
+
 @dataclass(frozen=True)
 class KeptRoutes:
     """Routes on their way to host memory.
@@ -52,6 +81,15 @@ class KeptRoutes:
         return self.routes
 
 
+def check_recorded(routes: Tensor) -> None:
+    """Raise InputError if a layer has not recorded the first of some tokens: [tokens, L, k]."""
+    if (routes[:1] == no_route(routes.dtype)).any():
+        raise InputError(
+            "rollout.routing_replay=true: vLLM chooses experts in a kernel, without its routers, "
+            "so that their choices cannot be recorded: set rollout.routing_replay=false"
+        )
+
+
 class RouteRecorder:
     """Keeps the routes of requests that have ended, until they are taken.
 
@@ -64,24 +102,25 @@ class RouteRecorder:
     """
 
     def __init__(self, llm):
-        # vLLM-private: the worker and the manager of the KV cache.
+        # vLLM-private: the worker, and the scheduler's method that frees the blocks of a request
+        # that has ended. The blocks of a request that is preempted, and will be computed again, are
+        # freed elsewhere.
         workers = llm.collective_rpc(lambda worker: worker)
         self.slot_routes = workers[0].slot_routes
-        self.manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self.manager = scheduler.kv_cache_manager
         self.kept: dict[str, KeptRoutes] = {}
-        self._free_blocks = self.manager.free
-        self.manager.free = self._keep_and_free
+        self._free_blocks = scheduler._free_blocks
+        scheduler._free_blocks = self._keep_and_free
 
     def _keep_and_free(self, request) -> None:
-        # A request that is preempted is computed again.
-        if request.is_finished():
-            block_ids = self.manager.get_block_ids(request.request_id)
-            routes = self.slot_routes.read(block_ids[self.slot_routes.group])
-            arrival = None
-            if self.slot_routes.device.type != "cpu":
-                arrival = torch.Event(self.slot_routes.device)
-                arrival.record()
-            self.kept[request.request_id] = KeptRoutes(routes, arrival)
+        block_ids = self.manager.get_block_ids(request.request_id)
+        routes = self.slot_routes.read(block_ids[self.slot_routes.group])
+        arrival = None
+        if self.slot_routes.device.type != "cpu":
+            arrival = torch.Event(self.slot_routes.device)
+            arrival.record()
+        self.kept[request.request_id] = KeptRoutes(routes, arrival)
         self._free_blocks(request)
 
     def take(self, request_id: str, num_tokens: int) -> np.ndarray:
@@ -106,7 +145,9 @@ class RouteRecorder:
             kept = self.kept.pop(request_id, None)
             if kept is not None:
                 num_read = min(len(kept.routes), int(length) - 1)
-                routes[start : start + num_read] = kept.on_host()[:num_read]
+                own = kept.on_host()[:num_read]
+                check_recorded(own)
+                routes[start : start + num_read] = own
             start += int(length)
         return routes.numpy()
 

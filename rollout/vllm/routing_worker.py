@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from config import InputError
-from engines.model.routes import route_dtype
+from engines.model.routes import no_route, route_dtype
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -55,7 +55,7 @@ class SlotRoutes:
         self.shape = (len(routers), routers[0].top_k)
         self.dtype = route_dtype(self.num_experts)
         self.device = device
-        self.step = torch.zeros(max_tokens, *self.shape, dtype=self.dtype, device=device)
+        self.step = self._unrecorded(max_tokens)
         self.slots: Tensor | None = None
         for layer, router in enumerate(routers):
             router.set_capture_fn(partial(self._capture, layer))
@@ -64,8 +64,11 @@ class SlotRoutes:
     def allocate(self) -> None:
         """Allocate the memory of the slots."""
         if self.slots is None:
-            shape = (self.num_slots + 1, *self.shape)
-            self.slots = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            self.slots = self._unrecorded(self.num_slots + 1)
+
+    def _unrecorded(self, num_tokens: int) -> Tensor:
+        shape = (num_tokens, *self.shape)
+        return torch.full(shape, no_route(self.dtype), dtype=self.dtype, device=self.device)
 
     def free(self) -> None:
         """Free the memory of the slots."""
@@ -84,8 +87,11 @@ class SlotRoutes:
         """
         if state is None or self.slots is None:
             return
-        # The V1 and the V2 model runner call it differently.
-        by_layer = getattr(state, "slot_mappings", None) or state.slot_mappings_by_layer
+        # The V1 model runner calls it slot_mappings.
+        name = "slot_mappings" if hasattr(state, "slot_mappings") else "slot_mappings_by_layer"
+        by_layer = getattr(state, name)
+        if by_layer is None:
+            return
         slot_of_token = by_layer[self.layer_name]
         self.slots[slot_of_token] = self.step[: len(slot_of_token)]
 
