@@ -58,6 +58,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(1024, 256, 512, 2, 4, 2, True),  # not Qwen's: to try the scripts on a CPU
+    "tiny-MoE": Shape(1024, 128, 64, 4, 4, 2, False),
     "0.5B": Shape(151936, 896, 4864, 24, 14, 2, True),
     "1.5B": Shape(151936, 1536, 8960, 28, 12, 2, True),
     "7B": Shape(152064, 3584, 18944, 28, 28, 4, False),
@@ -77,7 +78,14 @@ QWEN3_MOE = {
     "norm_topk_prob": True,
     "architectures": ["Qwen3MoeForCausalLM"],
 }
-EXPERTS = {shape: QWEN3_MOE for shape in ("4B-A1B", "8B-A1B")}
+TINY_MOE = {
+    **QWEN3_MOE,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "head_dim": 32,
+}
+EXPERTS = {"tiny-MoE": TINY_MOE, "4B-A1B": QWEN3_MOE, "8B-A1B": QWEN3_MOE}
 # Of a model with an MTP layer.
 MIMO = {
     "model_type": "mimo",

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from data.batching.batch import Batch
 from data.batching.plan import MicroBatches
+from engines.model.routes import FIELD as ROUTES, no_route
 from engines.parallel.collectives import AllGatherSliceGrad
 from engines.parallel.device import to_device
 from engines.parallel.varlen import Zigzag
@@ -79,6 +80,8 @@ class MicroBatch:
     num_tokens        T
     ahead             entry i is for the MTP layer that predicts i + 1 tokens further ahead
     image_inputs      inputs of a vision-language model, which replace input_ids and positions
+    routes            [b, s, L, k]: the experts that vLLM chose for the token in each slot, see
+                      engines/model/routes.py; None: there are none
     teacher           what a teacher provides for each target, in host memory until it is used
     """
 
@@ -97,6 +100,7 @@ class MicroBatch:
     num_tokens: int
     ahead: list[TokensAhead]
     image_inputs: dict[str, Tensor] = field(default_factory=dict)
+    routes: Tensor | None = None
     teacher: TeacherRows | None = None
 
     def to_tokens(self, predictions: Tensor) -> Tensor:
@@ -270,6 +274,20 @@ def place_tokens(batch: Batch, grid: Grid, rank: int, ahead: int = 0) -> Placeme
     return Placement(input_ids, predicted, predicting)
 
 
+def place_routes(batch: Batch, grid: Grid, rank: int) -> Tensor:
+    """Put the experts of each token into its slot on a rank: [b, s, L, k]. See MicroBatch."""
+    values = batch.fields[ROUTES]
+    sequence = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
+    slots = grid.locate(sequence, batch.position_ids)
+    is_own = slots.on(rank)
+    shape = (grid.num_slots, *values.shape[1:])
+    placed = torch.full(shape, no_route(values.dtype), dtype=values.dtype)
+    placed[slots.slot[is_own]] = values[is_own]
+    if grid.layout.is_packed:
+        return placed[None]
+    return placed.unflatten(0, (-1, len(grid.lengths))).transpose(0, 1)
+
+
 # -- tensors --------------------------------------------------------------------------------------
 
 
@@ -323,13 +341,14 @@ def lay_out(
         fields={
             name: move(values)
             for name, values in batch.fields.items()
-            if name not in TEACHER_OUTPUTS
+            if name not in (*TEACHER_OUTPUTS, ROUTES)
         },
         num_tokens=len(batch.input_ids),
         ahead=[
             lay_out_ahead(batch, place_tokens(batch, grid, rank, k), rank, device)
             for k in range(1, num_ahead + 1)
         ],
+        routes=move(place_routes(batch, grid, rank)) if ROUTES in batch.fields else None,
         teacher=TeacherRows.of(batch.fields, own_targets),
     )
 

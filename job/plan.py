@@ -129,7 +129,7 @@ def print_memory(config, run: Run, role: str | None) -> None:
 def print_rollout(config, run: Run) -> None:
     """Print vLLM's memory, its number of concurrent responses, and whose frozen weights it uses."""
     from engines.memory import GIB
-    from rollout.vllm import adapters, capacity
+    from rollout.vllm import adapters, capacity, routing
 
     device_bytes = run.hardware.device_bytes
     num_sequences = capacity.max_num_seqs(config, run.world_size, device_bytes)
@@ -141,6 +141,8 @@ def print_rollout(config, run: Run) -> None:
     else:
         kv_cache_gib = config.rollout.kv_cache_gib or capacity.CPU_KV_CACHE_GIB
         print(f"vLLM's KV cache: {kv_cache_gib} GiB; {decodes}")
+    if config.rollout.routing_replay:
+        print(routing.describe_memory(config, run.world_size))
     if not adapters.has_separate_adapter(config):
         return
     if adapters.shares_base(config, run.world_size):

@@ -62,6 +62,9 @@ def role_configs(config: DictConfig) -> dict[str, DictConfig]:
         roles[role] = teacher_config(config, path)
     if uses_reward_model(config):
         roles[REWARD_MODEL] = reward_model_config(config)
+    for role in roles.keys() - {"actor"}:
+        # Their experts are their own.
+        roles[role] = OmegaConf.merge(roles[role], {"rollout": {"routing_replay": False}})
     return roles
 
 

@@ -372,12 +372,12 @@ class Roles:
                 fields["old_log_probs"] = updates.log_probs(self.actor, share)
         if self.reference:
             with self.profiler.stage("ref_compute_log_prob", self.reference):
-                fields["ref_log_probs"] = updates.log_probs(self.reference, share)
+                fields["ref_log_probs"] = updates.log_probs(self.reference, share.without_routes)
                 self.reference.offload(*self.reference_offloaded)
         elif uses_reference(self.config):
             with self.profiler.stage("ref_compute_log_prob", self.actor):
                 with self.actor.without_adapters():
-                    fields["ref_log_probs"] = updates.log_probs(self.actor, share)
+                    fields["ref_log_probs"] = updates.log_probs(self.actor, share.without_routes)
         if self.teachers:
             with self.profiler.stage("teacher_compute", self.teachers.engine):
                 teacher.compute(self.teachers, share)
@@ -386,7 +386,8 @@ class Roles:
         """Fill the field values, if there is a critic."""
         if self.critic:
             with self.profiler.stage("compute_values", self.critic):
-                share.batch.fields["values"] = updates.compute(self.critic.values, share)
+                values = updates.compute(self.critic.values, share.without_routes)
+                share.batch.fields["values"] = values
 
     def compute_advantages(
         self, samples: Samples, share: Share, kl_coef: float
@@ -404,7 +405,8 @@ class Roles:
         num_epochs = self.config.algorithm.ppo_epochs
         loss_fn = critic_loss(self.config)
         with self.profiler.stage("critic_update", self.critic):
-            metrics = updates.update(self.critic, share.parts, loss_fn, step, num_epochs, "critic")
+            parts = share.without_routes.parts
+            metrics = updates.update(self.critic, parts, loss_fn, step, num_epochs, "critic")
             self.critic.offload(*self.offloaded)
         return metrics
 

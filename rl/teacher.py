@@ -183,7 +183,7 @@ def behind_teacher_prompts(samples: Samples, group: dist.ProcessGroup | None = N
 def compute(teachers: Teachers, share: Share) -> None:
     """Fill the fields of the share that engines/teacher.py lists."""
     if share.teacher_batch is None:
-        parts = [(batch, plan.micro_batches) for batch, plan in share.parts]
+        parts = [(batch, plan.micro_batches) for batch, plan in share.without_routes.parts]
         share.batch.fields |= teachers.compute(parts)
         return
     batch = share.teacher_batch

@@ -13,6 +13,7 @@ from engines.base import Engine, LossFn
 from rollout.sharing import Share
 
 ROLLOUT_PREFIX = "rollout_corr/"
+ROUTING_MISMATCH = "routing_mismatch"
 
 
 def compute(function: Callable[[Batch, MicroBatches], Tensor], share: Share) -> Tensor:
@@ -44,6 +45,7 @@ def update(
 
     Returns metrics {name}/..., which are means over the optimizer steps, except for the number of
     skipped steps. If there is a single optimizer step, the loss may also report rollout_corr/...
+    rollout_corr/routing_mismatch is that of the first optimizer step.
     """
     results = [
         engine.train_batch(batch, loss_fn, step, plan.micro_batches)
@@ -52,6 +54,9 @@ def update(
     ]
     metrics = {}
     off_policy_means = {}
+    if ROUTING_MISMATCH in results[0]:
+        # Later steps would also count what this update has changed.
+        metrics[ROLLOUT_PREFIX + ROUTING_MISMATCH] = results[0].pop(ROUTING_MISMATCH)
     for key in results[0]:
         if key.startswith(ROLLOUT_PREFIX):
             off_policy_means[key.removeprefix(ROLLOUT_PREFIX)] = results[0][key]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from data.batching.batch import Batch
+from engines.model import routes
 
 MAP_NORESERVE = 0x4000  # linux/mman.h
 # If the recorded candidates have less total probability than this, the sampler had further ones.
@@ -23,6 +24,8 @@ class Responses:
     lengths     int64 [n]
     candidates  int32 [n, max_tokens, 1 + num_candidates]: the token that was drawn, followed by the
                 tokens that it was drawn from, padded with -1; None if num_candidates is 0
+    routes      [T, L, k] for the T tokens of all prompts and responses, laid end to end: see
+                engines/model/routes.py; None without rollout.routing_replay
     """
 
     def __init__(self, n: int, max_tokens: int, num_candidates: int):
@@ -32,6 +35,7 @@ class Responses:
         if num_candidates:
             self.candidates = lazy_zeros((n, max_tokens, 1 + num_candidates), np.int32)
         self.lengths = np.zeros(n, np.int64)
+        self.routes: np.ndarray | None = None
 
     def append(self, rows: np.ndarray, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
         """Append one token to each of these rows. No row may occur twice.
@@ -88,6 +92,8 @@ class Responses:
             candidates = np.full((num_tokens, self.candidates.shape[2]), -1, np.int32)
             candidates[targets] = self.candidates[rows, columns]
             fields["candidate_ids"] = candidates
+        if self.routes is not None:
+            fields[routes.FIELD] = self.routes
         return Batch(
             torch.from_numpy(input_ids),
             torch.from_numpy(cu_seqlens),

@@ -8,7 +8,7 @@ the sums are bit-identical however the responses are divided.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 from data.batching.batch import Batch, make_cu_seqlens
 from data.batching.plan import Plan
 from engines.base import Engine
+from engines.model.routes import FIELD as ROUTES
 from rollout.exchange import sum_over_ranks
 from rollout.samples import Samples
 
@@ -53,6 +54,12 @@ class Share:
         """This rank's share of each mini-batch, as views of the batch, with its plan."""
         batches = self.batch.split([len(plan.sequences) for plan in self.plans])
         return list(zip(batches, self.plans))
+
+    @property
+    def without_routes(self) -> Share:
+        """This share for models with routing of their own, with the same tensors otherwise."""
+        fields = {name: x for name, x in self.batch.fields.items() if name != ROUTES}
+        return replace(self, batch=replace(self.batch, fields=fields))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -176,6 +183,8 @@ def exchange_tokens(
     tokens_received = tokens_received.index_add(0, samples.owner[arriving], lengths).tolist()
 
     def exchange(x: Tensor) -> Tensor:
+        if x.dtype == torch.int16:  # gloo has no such type
+            return exchange(x.view(torch.uint8)).view(torch.int16)
         received = x.new_empty(sum(tokens_received), *x.shape[1:])
         dist.all_to_all_single(received, x, tokens_received, tokens_sent, group=group)
         return received

@@ -23,6 +23,7 @@ class Batch:
         cu_seqlens: [n+1] int64; sequence i is cu_seqlens[i]:cu_seqlens[i+1].
         fields: name -> [T]; entry t belongs to token t. For example loss_mask, old_log_probs and
             advantages. candidate_ids is [T, K] int32: see the property of that name.
+            routed_experts is [T, L, k]: see engines/model/routes.py.
         rows: [n] int64, the row of `image_store` that holds each sequence's images.
         image_store: the images of the whole dataset; batches that are concatenated must have the
             same one. None for a text model.

@@ -27,6 +27,7 @@ from engines.model.hf import build_on_meta, read_hf_config
 from engines.model.lengths import check_rope, check_windows
 from engines.model.logits import logit_constants
 from engines.model.model_files import is_only_described
+from engines.model.replay import check_can_replay
 from engines.model.shape import layer_configs
 from engines.model.weights import check_files
 
@@ -51,6 +52,7 @@ def check_model_and_layout(config: DictConfig, world_size: int, head: Head, repo
     if head is not Head.VALUES:
         logit_constants(hf)
     experts.check_experts_per_token(hf, hf_config, config.model.path)
+    check_can_replay(hf, config)
     if not is_only_described(config):
         check_files(hf, Path(config.model.path), head)
     tracing.check_forward_pass(hf, config)

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -30,7 +30,7 @@ from engines.fsdp import sharded_memory, vision
 from engines.fsdp.attention import Packing, attention_set_to, gathers_keys
 from engines.fsdp.checks import check_model_and_layout
 from engines.fsdp.packed_model import PackedModel
-from engines.fsdp.rounding import movable_share
+from engines.fsdp.rounding import report_lost_updates
 from engines.fsdp.router_loss import RouterLoss
 from engines.fsdp.sharding import begin_micro_batch, full_tensor, reshard, shard
 from engines.fsdp.state import ModelState, future_optimizer_tensors, optimizer_tensors
@@ -42,6 +42,7 @@ from engines.model.flops import count_flops
 from engines.model.hf import keep_zero_padding_row, layer_modules, plain_attention
 from engines.model.lengths import keep_short_frequencies
 from engines.model.logits import logit_constants
+from engines.model.replay import RoutingReplay, check_replay
 from engines.model.weights import Placement, load_adapter, load_weights
 from engines.parallel.collectives import groups_by_size
 from engines.parallel.device import to_device
@@ -92,12 +93,14 @@ class FSDPEngine(Engine):
         self.optimizers = []
         if optimize:
             self.optimizers = optimizer.build(self.model, self._layers, self.optim)
-            self._report_lost_updates()
+            report_lost_updates(self.model, config, device)
         self._lr_ratios = [self._lr_ratio(group) for group in self._param_groups()]
         self._flops = count_flops(self.hf, self.hf_config)
         self.host_memory = HostMemory(device)
         self._shares_weights = shared_weights is not None
         guard.check_isolation(self)
+        if self._replay:
+            check_replay(self, self._replay)
 
     @staticmethod
     def check(
@@ -114,22 +117,6 @@ class FSDPEngine(Engine):
         return check_model_and_layout(config, world_size, head, reports)
 
     # -- construction ------------------------------------------------------------------------------
-
-    def _report_lost_updates(self) -> None:
-        """Print how many of the weights can change, if they are updated in 16 bits."""
-        trained = [p for p in self.model.parameters() if p.requires_grad and p.dtype.itemsize == 2]
-        # A rank's own part may be empty, but all ranks have the same parameters.
-        if not trained:
-            return
-        share = movable_share(trained, self.optim.lr, self.device)
-        if dist.get_rank() == 0:
-            key = "model.lora.dtype" if self.config.model.lora.rank else "engine.param_dtype"
-            print(
-                f"{key}=bfloat16: an update of optim.lr={self.optim.lr:g} can change {share:.1%} "
-                "of the weights; in the others it is lost in rounding, and they change only where "
-                f"updates are larger. {key}=float32 keeps every update",
-                flush=True,
-            )
 
     def _form_groups(self) -> None:
         cp = fixed_cp_size(self.config.engine)
@@ -159,6 +146,7 @@ class FSDPEngine(Engine):
         self.model = PackedModel(self.hf, self._make_head(head, temperature))
         self.head = self.model.head
         self._router_loss = RouterLoss.of(self.hf, self.hf_config, config.engine)
+        self._replay = RoutingReplay.of(self.hf, self.hf_config, config, self.device)
         self._images = None
         self._image_flops = 0
         if config.model.images:
@@ -217,6 +205,8 @@ class FSDPEngine(Engine):
         sums = defaultdict(lambda: torch.zeros((), device=self.device))
         if self._router_loss:
             self._router_loss.begin_step(self._count_tokens(batch, micro_batches), self.device)
+        if self._replay:
+            self._replay.mismatch.reset()
         with self.dropout_seeds.seeded(step, dist.get_rank()):
             laid_out = self._laid_out(batch, micro_batches)
             for number, micro_batch in enumerate(laid_out, start=1):
@@ -235,6 +225,8 @@ class FSDPEngine(Engine):
         metrics = dict(zip(sums, totals))
         if self._router_loss:
             metrics["router_aux_loss"] = self._router_loss.sum_over_ranks()
+        if self._replay:
+            metrics |= self._replay.mismatch.metrics()
         return {**metrics, "grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
 
     def _backward(self, micro_batch: MicroBatch, loss_fn: LossFn) -> dict[str, Tensor]:
@@ -333,7 +325,8 @@ class FSDPEngine(Engine):
         answers = torch.zeros(self.head.num_outputs, len(batch.input_ids), device=self.device)
         self.model.eval()
         sequences = batch.split([1] * len(batch))
-        with attention_set_to(self.hf, "eager"):
+        replaying = self._replay.replaying(None) if self._replay else nullcontext()
+        with attention_set_to(self.hf, "eager"), replaying:
             for start, sequence in zip(batch.cu_seqlens.tolist(), sequences):
                 outputs = self._forward_alone(sequence)
                 tokens = slice(start + 1, start + len(sequence.input_ids))
@@ -413,7 +406,9 @@ class FSDPEngine(Engine):
         }
         self._padding = batch.padding
         predictions = (batch.predicting_slots, batch.targets, batch.candidate_ids)
-        outputs = self.model(*predictions, batch.packing, batch.teacher, **inputs)
+        replaying = self._replay.replaying(batch.routes) if self._replay else nullcontext()
+        with replaying:
+            outputs = self.model(*predictions, batch.packing, batch.teacher, **inputs)
         return tuple(batch.to_tokens(x) for x in outputs)
 
     # -- structure ---------------------------------------------------------------------------------

@@ -8,8 +8,27 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+
+def report_lost_updates(model: nn.Module, config: DictConfig, device: torch.device) -> None:
+    """Print how many of the weights can change, if they are updated in 16 bits."""
+    trained = [p for p in model.parameters() if p.requires_grad and p.dtype.itemsize == 2]
+    # A rank's own part may be empty, but all ranks have the same parameters.
+    if not trained:
+        return
+    lr = config.optim.lr
+    share = movable_share(trained, lr, device)
+    if dist.get_rank() == 0:
+        key = "model.lora.dtype" if config.model.lora.rank else "engine.param_dtype"
+        print(
+            f"{key}=bfloat16: an update of optim.lr={lr:g} can change {share:.1%} of the weights; "
+            "in the others it is lost in rounding, and they change only where updates are larger. "
+            f"{key}=float32 keeps every update",
+            flush=True,
+        )
 
 
 @torch.no_grad()

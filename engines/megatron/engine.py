@@ -42,10 +42,10 @@ from engines.megatron.adapters import check_adapters, export_adapters
 from engines.megatron.families import check_family
 from engines.megatron.gpt import ModelDescription, build_models
 from engines.megatron.mapping import Mapping
-from engines.megatron.moe import Router, mean_aux_loss
+from engines.megatron.moe import Router, count_mismatches, mean_aux_loss
 from engines.megatron.outputs import TokenOutputs, on_all_stages
 from engines.megatron.pipeline import run_schedule
-from engines.megatron.step_loss import MTPLoss, StepLoss, count_mtp_targets
+from engines.megatron.step_loss import MTPLoss, StepLoss
 from engines.megatron.torch_layers import Packing
 from engines.megatron.without_cuda import cuda_is_cpu
 from engines.microbatch import Layout, MicroBatch, TokenResults, lay_out
@@ -198,6 +198,7 @@ class MegatronEngine(Engine):
         self._adapters = changes.adapters
         modules = [module for model in self.models for module in model.modules()]
         self.routers = [module for module in modules if isinstance(module, Router)]
+        self._mismatch = count_mismatches(self.routers, config, self.device)
 
     def _build_head(self, temperature: float) -> None:
         """Create the head that follows the last hidden state."""
@@ -238,6 +239,8 @@ class MegatronEngine(Engine):
         micro_batches = micro_batches or self.divide_share(batch.lengths)
         reported = self.reported_sequences(batch, micro_batches)
         has_aux_loss = self._begin_routers(len(reported.input_ids))
+        if self._mismatch:
+            self._mismatch.reset()
         step_loss = StepLoss(
             self.adapter_guard.watch(loss_fn),
             self.outputs,
@@ -257,6 +260,8 @@ class MegatronEngine(Engine):
         if has_aux_loss:
             num_layers = self.hf_config.num_hidden_layers
             metrics["router_aux_loss"] = mean_aux_loss(self.routers, num_layers)
+        if self._mismatch:
+            metrics |= self._mismatch.metrics()
         return {
             **metrics,
             "grad_norm": grad_norm,
@@ -288,12 +293,8 @@ class MegatronEngine(Engine):
         Args:
             reported: the result of reported_sequences().
         """
-        if not self.num_mtp_layers:
-            return None
-        num_targets = self.sum_over_dp(count_mtp_targets(reported, self.num_mtp_layers))
-        weight = self.config.model.mtp.mtp_loss_scaling_factor / self.num_mtp_layers
-        sums = torch.zeros(self.num_mtp_layers, device=self.device)
-        return MTPLoss(num_targets.clamp(min=1), weight, sums)
+        factor = self.config.model.mtp.mtp_loss_scaling_factor
+        return MTPLoss.begin(reported, self.num_mtp_layers, factor, self.sum_over_dp)
 
     @torch.no_grad()
     def step_optimizer(self, lr: float) -> float:

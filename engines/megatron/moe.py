@@ -15,7 +15,10 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from omegaconf import DictConfig
 from torch import Tensor, nn
+
+from engines.model.routes import Mismatch, replayed, replays_routing
 
 
 class MixtureOfExperts(MegatronModule):
@@ -26,19 +29,51 @@ class MixtureOfExperts(MegatronModule):
         self.router = Router(config)
         self.experts = Experts(config)
 
+    def set_layer_number(self, number: int) -> None:
+        """Called by Megatron with the number of the layer in the whole model, from 1."""
+        self.router.layer = number - 1
+
     def forward(self, hidden: Tensor, padding_mask: Tensor) -> tuple[Tensor, None]:
         """Compute the weighted sum of the experts' outputs for this rank's tokens.
 
         Args:
             hidden: [s, b, h].
-            padding_mask: [b, s] bool, True for padding.
+            padding_mask: [b, s] bool, True for padding; or the result of add_routes().
 
         Returns:
             ([s, b, h], None). None means that there is no bias to add.
         """
         tokens = hidden.flatten(0, 1)
-        weights, chosen = self.router(tokens, padding_mask.T.flatten())
+        padding, routes = split_routes(padding_mask.transpose(0, 1).flatten(0, 1))
+        weights, chosen = self.router(tokens, padding, routes)
         return self.experts(tokens, weights, chosen).view_as(hidden), None
+
+
+def add_routes(padding: Tensor, routes: Tensor | None) -> Tensor:
+    """Add the experts that vLLM chose to a padding mask.
+
+    Megatron passes the mask to every layer, divides it like the tokens, and keeps it for the
+    recomputation of a layer. So each layer finds the experts of its own micro-batch there, on any
+    pipeline stage.
+
+    Args:
+        padding: [b, s] bool.
+        routes: [b, s, L, k], see engines/model/routes.py; None: there are none.
+
+    Returns:
+        [b, s, 1 + L, k], the mask before the routes, in their dtype; without routes, the mask.
+    """
+    if routes is None:
+        return padding
+    first = padding[..., None, None].expand(*padding.shape, 1, routes.shape[-1])
+    return torch.cat([first.to(routes.dtype), routes], 2)
+
+
+def split_routes(mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the padding [t] bool and the routes [t, L, k] of t tokens: see add_routes()."""
+    if mask.ndim == 1:
+        return mask, None
+    return mask[:, 0, 0].bool(), mask[:, 1:]
 
 
 class Router(MegatronModule):
@@ -50,8 +85,16 @@ class Router(MegatronModule):
         num_experts * sum over experts of (share of choices) * (mean probability),
 
     which is 1 if all experts are chosen equally often. A batch's loss is the mean over its
-    micro-batches, weighted by their numbers of tokens.
+    micro-batches, weighted by their numbers of tokens. It counts the router's own choices even if
+    vLLM's are replayed, because they are what it is to balance.
+
+    Attributes:
+        layer: the number of the router's layer in the whole model, from 0.
+        mismatch: counts the choices that differ from vLLM's; None: do not count.
     """
+
+    layer: int
+    mismatch: Mismatch | None = None
 
     def __init__(self, config):
         super().__init__(config)
@@ -71,22 +114,31 @@ class Router(MegatronModule):
         self.num_tokens = num_tokens
         self.aux_loss = torch.zeros((), device=self.weight.device)
 
-    def forward(self, tokens: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, padding: Tensor, routes: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Choose k experts for each token.
 
         Args:
             tokens: [t, h].
             padding: [t] bool.
+            routes: [t, L, k], the experts that vLLM chose, which take precedence; or None.
 
         Returns:
             (weights, indices) of the chosen experts, both [t, k].
         """
         probs = F.linear(tokens, self.weight).softmax(-1, dtype=torch.float32)
-        weights, chosen = probs.topk(self.config.moe_router_topk)
+        weights, own = probs.topk(self.config.moe_router_topk)
+        chosen = own
+        if routes is not None:
+            chosen = replayed(own, routes[:, self.layer])
+            weights = probs.gather(1, chosen)
+            if self.mismatch is not None:
+                self.mismatch.add(own, routes[:, self.layer])
         if not self.config.moe_router_pre_softmax:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.coefficient and torch.is_grad_enabled():
-            aux_loss = self._aux_loss(probs, chosen, padding)
+            aux_loss = self._aux_loss(probs, own, padding)
             self.aux_loss += aux_loss.detach()
             # This sends the auxiliary loss's gradient along with the gradient of the weights, so
             # that it works on any pipeline stage.
@@ -254,3 +306,15 @@ def mean_aux_loss(routers: list[Router], num_layers: int) -> float:
     aux_loss = torch.stack([router.aux_loss for router in routers]).sum()
     dist.all_reduce(aux_loss)
     return aux_loss.item() / num_layers
+
+
+def count_mismatches(
+    routers: list[Router], config: DictConfig, device: torch.device
+) -> Mismatch | None:
+    """Let routers count the choices that differ from vLLM's; None without a replay of routing."""
+    if not replays_routing(config):
+        return None
+    mismatch = Mismatch(device)
+    for router in routers:
+        router.mismatch = mismatch
+    return mismatch

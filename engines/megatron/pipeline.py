@@ -6,6 +6,7 @@ from functools import partial
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from engines.megatron.moe import add_routes
 from engines.microbatch import MicroBatch
 
 
@@ -34,7 +35,7 @@ def run_schedule(
             None,
             None,
             packed_seq_params=micro_batch.packing,
-            padding_mask=micro_batch.padding,
+            padding_mask=add_routes(micro_batch.padding, micro_batch.routes),
             labels=[ahead.input_ids for ahead in micro_batch.ahead],
         )
         return hidden, partial(use_hidden, micro_batch)

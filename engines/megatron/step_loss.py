@@ -31,6 +31,24 @@ class MTPLoss:
     weight: float
     sums: Tensor
 
+    @staticmethod
+    def begin(
+        batch: Batch,
+        num_layers: int,
+        scaling_factor: float,
+        sum_over_dp: Callable[[Tensor], Tensor],
+    ) -> "MTPLoss | None":
+        """Return the state at the beginning of a step; None without MTP layers.
+
+        Args:
+            batch: the sequences that this rank reports, see Engine.reported_sequences().
+            sum_over_dp: see Engine.sum_over_dp().
+        """
+        if not num_layers:
+            return None
+        num_targets = sum_over_dp(count_mtp_targets(batch, num_layers)).clamp(min=1)
+        return MTPLoss(num_targets, scaling_factor / num_layers, torch.zeros_like(num_targets))
+
 
 class StepLoss:
     """Computes the loss of each micro-batch, and sums the metrics of a step.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from data.prompts import Prompt
 from engines.model.lengths import longest_sequence
+from engines.model.routes import FIELD as ROUTES
 from profiling import Profiler
 from rollout.drawing import (
     Assignment,
@@ -280,8 +281,12 @@ class EpisodeSampler:
         for sequence, branch in zip(sequences, branches):
             lengths[sequence] = torch.tensor([len(branch.token_ids), branch.num_sampled])
         lengths = sum_over_ranks(lengths, self.host_group)
+        batch = pack(branches, self.num_candidates(request.sampling), played.version)
+        if self.rollout.recorder:
+            routes = self.rollout.recorder.join([branch.routes for branch in branches])
+            batch.fields[ROUTES] = torch.from_numpy(routes)
         return Samples(
-            batch=pack(branches, self.num_candidates(request.sampling), played.version),
+            batch=batch,
             texts=[self.text(branch) for branch in branches],
             details=details,
             prompts=prompts,

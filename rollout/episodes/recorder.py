@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from data.batching.batch import Batch, make_cu_seqlens
+from engines.model.routes import joined_parts
 from rollout.partial.groups import OpenResponse
 
 
@@ -36,6 +37,8 @@ class Branch:
         candidates: for every sampled token, the token ids that it was sampled from (see Batch);
             empty unless rollout.top_k is set.
         is_open: whether a turn of this branch has begun and not ended.
+        routes: with rollout.routing_replay, the experts of every token (engines/model/routes.py);
+            None without, or before the first turn has ended.
     """
 
     token_ids: list[int]
@@ -45,6 +48,7 @@ class Branch:
     versions: list[int] = field(default_factory=list)
     candidates: list[np.ndarray] = field(default_factory=list)
     is_open: bool = False
+    routes: np.ndarray | None = None
 
     def continues_in(self, prompt_ids: list[int]) -> bool:
         """Return whether a prompt begins with all tokens of this branch."""
@@ -144,6 +148,8 @@ class Episode:
         branch.versions += response.versions.tolist()
         if response.candidates.size:
             branch.candidates.append(response.candidates)
+        if response.routes is not None:
+            branch.routes = joined_parts(branch.routes, response.routes)
         branch.is_open = False
         self._forget_open(turn)
         self.is_truncated = is_cut

@@ -346,9 +346,16 @@ class EpisodeLoop:
         )
 
     def take(self, request: TurnRequest) -> None:
-        """Append the tokens that the scheduler for closed batches has for a request, if any."""
+        """Append the tokens that the scheduler for closed batches has for a request, if any.
+
+        Also note the experts that vLLM chose for them, with rollout.routing_replay.
+        """
         if self.is_closed_batch:
             self.append(request, *self.rollout.scheduler.take(request.internal_id))
+        if self.rollout.recorder:
+            num_tokens = len(request.prompt_ids) + request.num_drawn
+            routes = self.rollout.recorder.take(request.internal_id, num_tokens)
+            request.turn.response.read(routes)
 
     def append(
         self,

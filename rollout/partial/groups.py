@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from config import InputError
+from engines.model.routes import joined_parts
 
 
 @dataclass
@@ -25,6 +26,8 @@ class OpenResponse:
         log_probs: [k] fp32: under the distribution that each token was drawn from.
         versions: [k] int32: the number of steps that had trained the weights that drew each token.
         candidates: [k, c] int32 with rollout.top_k, see Batch; otherwise c is 0.
+        routes: [p + k, L, n], the experts of its prompt of p tokens and its own tokens, with
+            rollout.routing_replay: see engines/model/routes.py. None without, or without any token.
         is_complete: whether it has ended.
         is_truncated: whether it has ended because it reached rollout.max_tokens.
     """
@@ -36,6 +39,7 @@ class OpenResponse:
     candidates: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     is_complete: bool = False
     is_truncated: bool = False
+    routes: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -60,6 +64,11 @@ class OpenResponse:
         if candidates is not None:
             earlier = self.candidates.reshape(len(self.candidates), candidates.shape[1])
             self.candidates = np.concatenate([earlier, candidates])
+
+    def read(self, routes: np.ndarray) -> None:
+        """Note the experts of all tokens, as vLLM has read them last. Call this after append()."""
+        if len(self):
+            self.routes = joined_parts(self.routes, routes)
 
 
 @dataclass
@@ -196,6 +205,10 @@ def to_bytes(groups: Sequence[OpenGroup], counters: Counters) -> bytes:
         "versions": joined([r.versions for r in responses], np.int32),
         "candidates": joined(with_candidates, np.int32),
     }
+    if any(r.routes is not None for r in responses):
+        tensors["routed"] = int64([0 if r.routes is None else len(r.routes) for r in responses])
+        routes = [r.routes for r in responses if r.routes is not None]
+        tensors["routes"] = joined(routes, np.uint8)
     return safetensors.torch.save(tensors)
 
 
@@ -227,6 +240,9 @@ def from_bytes(content: bytes) -> tuple[Counters, list[OpenGroup]]:
                 bool(is_truncated),
             )
         )
+    if "routes" in arrays:
+        for response, routes in zip(responses, split_rows(arrays["routes"], arrays["routed"])):
+            response.routes = routes if len(routes) else None
     groups = []
     for number, row, num_responses in tensors["groups"].tolist():
         groups.append(OpenGroup(number, row, responses[:num_responses]))
@@ -236,6 +252,11 @@ def from_bytes(content: bytes) -> tuple[Counters, list[OpenGroup]]:
 
 def int64(rows: list[list[int]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64)
+
+
+def split_rows(array: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """Return the first lengths[0] rows of an array, the next lengths[1], and so on."""
+    return np.split(array, np.cumsum(lengths)[:-1])
 
 
 def joined(arrays: list[np.ndarray], dtype) -> Tensor:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from config import InputError
 from data.batching.batch import Batch
 from data.prompts import Prompt
+from engines.model.routes import FIELD as ROUTES
 from rollout.drawing import Generation, dataset_rows, image_arguments
 from rollout.partial.drawing import Draw, PartialSampler
 from rollout.partial.groups import (
@@ -19,6 +20,7 @@ from rollout.partial.groups import (
     OpenGroup,
     OpenResponse,
     from_bytes,
+    split_rows,
     to_bytes,
 )
 from rollout.responses import Responses
@@ -57,6 +59,7 @@ class PartialResponses(PartialSampler):
             self.open.make_is_enough(num_complete, version),
             **self.image_arguments(prompts, running),
         )
+        routes = self.routes_of(prompts, running, responses)
         for i, response in enumerate(running):
             length = responses.lengths[i]
             candidates = responses.candidates
@@ -66,10 +69,27 @@ class PartialResponses(PartialSampler):
                 None if candidates is None else candidates[i, :length],
                 version,
             )
+            if routes:
+                response.read(routes[i])
             response.is_complete = i in reasons
             response.is_truncated = reasons.get(i) == "length"
         self.counts.slots += self.continuing.num_steps * len(running)
         self.counts.tokens += int(responses.lengths.sum())
+
+    def routes_of(
+        self, prompts: list[Prompt], running: list[OpenResponse], responses: Responses
+    ) -> list[np.ndarray]:
+        """Return the experts of each prompt and its response so far; none without a recorder.
+
+        Call this before the new tokens are appended.
+
+        Args:
+            responses: the new tokens.
+        """
+        if responses.routes is None:
+            return []
+        num_known = [len(p.input_ids) + len(r) for p, r in zip(prompts, running)]
+        return split_rows(responses.routes, np.array(num_known) + responses.lengths)
 
     def image_arguments(self, prompts: list[Prompt], running: list[OpenResponse]) -> dict:
         """Return the argument `image_prompts` of ContinuingRollout.generate(), if needed."""
@@ -95,6 +115,10 @@ class PartialResponses(PartialSampler):
             prompts += [prompt] * len(group.responses)
             own += group.responses
         batch = pack_responses(own, [prompt.input_ids for prompt in prompts], self.num_candidates)
+        recorder = self.sampler.rollout.recorder
+        if recorder:
+            routes = recorder.join([response.routes for response in own])
+            batch.fields[ROUTES] = torch.from_numpy(routes)
         ages = [draw.version - response.versions for response in own]
         age = torch.zeros_like(batch.fields["loss_mask"])
         if own:
@@ -116,6 +140,7 @@ class PartialResponses(PartialSampler):
     def from_bytes(self, content: bytes) -> tuple[Counters, list[OpenGroup]]:
         counters, groups = from_bytes(content)
         check_can_continue(groups, self.config.rollout, self.num_candidates)
+        check_routes(groups, self.config.rollout)
         return counters, groups
 
     def restored(self, group: OpenGroup) -> OpenGroup:
@@ -140,6 +165,21 @@ def check_can_continue(groups: list[OpenGroup], sampling: DictConfig, num_candid
             raise InputError(
                 f"rollout.top_k={sampling.top_k}, but the checkpoint has responses that are not "
                 "trained yet and were drawn with another rollout.top_k: set that one"
+            )
+
+
+def check_routes(groups: list[OpenGroup], rollout: DictConfig) -> None:
+    """Raise InputError if responses of a checkpoint lack the experts that are to be replayed.
+
+    Without rollout.routing_replay, those that they have are left out.
+    """
+    for response in itertools.chain(*(group.responses for group in groups)):
+        if not rollout.routing_replay:
+            response.routes = None
+        elif len(response) and response.routes is None:
+            raise InputError(
+                "rollout.routing_replay=true, but the checkpoint has responses that are not "
+                "trained yet and were drawn without it: set rollout.routing_replay=false"
             )
 
 

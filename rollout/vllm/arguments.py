@@ -11,7 +11,7 @@ from engines.model.experts import experts_per_token
 from engines.model.hf import read_hf_config
 from engines.model.quirks import RECURRENT_LAYER_TYPES
 from engines.parallel.device import capacity
-from rollout.vllm import adapters, image_prompts, speculation
+from rollout.vllm import adapters, image_prompts, routing, speculation
 from rollout.vllm.capacity import CPU_KV_CACHE_GIB, max_num_seqs
 from rollout.vllm.sampling import NUM_TIES, sampling_groups
 from rollout.vllm.versions import SUPPORTED, installed_version
@@ -78,6 +78,8 @@ def engine_arguments(config: DictConfig, host: Host, shares_base: bool) -> dict:
         from rollout.vllm.scheduler import ClosedBatchScheduler
 
         arguments["scheduler_cls"] = ClosedBatchScheduler
+    if config.rollout.routing_replay:
+        arguments["worker_cls"] = routing.WORKER
     return arguments | {
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": config.rollout.tensor_parallel_size,

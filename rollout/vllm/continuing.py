@@ -92,6 +92,9 @@ class ContinuingRollout:
             unfinished = [output_id(name) for i, name in enumerate(request_ids) if i not in reasons]
             rollout.llm.llm_engine.abort_request(unfinished)
             wait_for_last_step(rollout.llm.llm_engine)
+        if rollout.recorder:
+            lengths = [len(prompt) for prompt in prompts] + responses.lengths
+            responses.routes = rollout.recorder.take_all(request_ids, lengths)
         return responses, reasons
 
 

@@ -26,17 +26,17 @@ from rollout.responses import Responses
 from rollout.vllm import adapters, speculation
 from rollout.vllm.arguments import Host, engine_arguments
 from rollout.vllm.device_memory import PARTS, CpuMemory, OwnMemory, SharedMemory, used_gib
-from rollout.vllm.generation import step_requests
+from rollout.vllm.generation import next_token_log_probs, step_requests
 from rollout.vllm.image_prompts import (
     ImagePrompt,
     enqueue_image_prompts,
     find_placeholder_ids,
 )
+from rollout.vllm.routing import RouteRecorder
 from rollout.vllm.sampling import (
     RequestSampling,
     count_candidates,
     find_stop_token_ids,
-    next_token_params,
     preserved_random_state,
     sampling_params,
 )
@@ -65,6 +65,7 @@ class Rollout:
             files into these tensors, and uses them as its frozen weights. None if nothing is
             shared.
         adapter: The adapter that vLLM stores separately from the base, or None.
+        recorder: Keeps the experts that vLLM chose; None without rollout.routing_replay.
         scheduler: The scheduler for closed batches; None if vLLM's own scheduler is used.
         closed_batch_share: The fraction of the last batch's steps that were scheduled by
             `scheduler` rather than by vLLM's own code.
@@ -127,6 +128,7 @@ class Rollout:
         self.scheduler = scheduler if "scheduler_cls" in arguments else None
         self.drafts = speculation.DraftCounter(scheduler)
         self.closed_batch_share = 0.0
+        self.recorder = RouteRecorder(self.llm) if config.rollout.routing_replay else None
 
     def _attach(self, config: DictConfig) -> None:
         """Prepare updates of vLLM's weights, which are marked as invalid."""
@@ -210,7 +212,8 @@ class Rollout:
             * rollout_log_probs, fp32 [T]: under the distribution that tokens were sampled from,
               i.e. after temperature, top_p etc.;
             * candidate_ids, int32 [T, top_k + NUM_TIES], if top_k is set: the token ids that each
-              token was sampled from (see Batch).
+              token was sampled from (see Batch);
+            * routed_experts [T, L, k], with rollout.routing_replay: see engines/model/routes.py.
 
             A response of a vision-language model may end with the placeholder of an image. The
             trainer must replace it with another token in the model's input.
@@ -257,6 +260,9 @@ class Rollout:
             progress_label=self.progress_label,
         )
         self.end_batch(is_closed_batch)
+        if self.recorder:
+            lengths = [len(prompt) for prompt in prompts] + responses.lengths
+            responses.routes = self.recorder.take_all(request_ids, lengths)
         is_truncated = [reasons[i] == "length" for i in range(len(prompts))]
         return torch.tensor(is_truncated, dtype=torch.bool)
 
@@ -312,25 +318,11 @@ class Rollout:
             RuntimeError: vLLM is asleep, or its weights are not the trainer's.
         """
         self._check_ready("log_probs()")
-        prompts = []
-        params = []
-        tokens = []
-        sequences = batch.input_ids.split(batch.lengths)
-        masks = batch.fields["loss_mask"].split(batch.lengths)
-        for ids, mask in zip(sequences, masks):
-            for position in mask.nonzero().flatten().tolist():
-                token = int(ids[position])
-                tokens.append(token)
-                prompts.append({"prompt_token_ids": ids[:position].tolist()})
-                params.append(next_token_params(temperature, token))
         with preserved_random_state():
-            outputs = self.llm.generate(
-                prompts, params, lora_request=self.lora_request, use_tqdm=False
-            )
-        log_probs = [
-            output.outputs[0].logprobs[0][token].logprob for output, token in zip(outputs, tokens)
-        ]
-        return torch.tensor(log_probs)
+            log_probs = next_token_log_probs(self.llm, batch, temperature, self.lora_request)
+        if self.recorder:
+            self.recorder.forget()
+        return log_probs
 
     def _check_ready(self, call: str) -> None:
         """Raise RuntimeError unless all memory is awake and holds the trainer's weights."""
@@ -441,6 +433,8 @@ class Rollout:
         keeps_base = self.adapter is not None and bool(self.valid)
         if self.awake:
             self.memory.free(keep_weights=keeps_base)
+        if self.recorder:
+            self.recorder.slot_routes.free()
         self.awake = set()
         self.valid = self.valid & {"base"} if self.adapter else set()
         asleep_gib = used_gib(self.device)
@@ -479,6 +473,8 @@ class Rollout:
             )
         if part not in self.awake:
             self.memory.restore(part, are_weights_valid=bool(self.valid))
+        if part == "kv_cache" and self.recorder:
+            self.recorder.slot_routes.allocate()
         self.awake.add(part)
 
     def shutdown(self) -> None:

@@ -4,10 +4,14 @@ import time
 from collections.abc import Callable, Sequence, Set
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from tqdm import tqdm
 
+from data.batching.batch import Batch
 from rollout.responses import Responses
+from rollout.vllm.sampling import next_token_params
 
 
 def never_enough(ended: Set[int]) -> bool:
@@ -92,3 +96,26 @@ def read_output(output) -> tuple[np.ndarray, np.ndarray]:
     token_ids = np.array(output.logprobs.token_ids).reshape(num_tokens, -1)
     log_probs = np.array(output.logprobs.logprobs).reshape(num_tokens, -1)
     return token_ids, log_probs
+
+
+def next_token_log_probs(llm, batch: Batch, temperature: float, lora_request) -> Tensor:
+    """Return the log-probabilities of the tokens whose loss_mask is not 0: fp32 [tokens].
+
+    Each token needs a request of its own, with all earlier tokens as the prompt.
+    """
+    prompts = []
+    params = []
+    tokens = []
+    sequences = batch.input_ids.split(batch.lengths)
+    masks = batch.fields["loss_mask"].split(batch.lengths)
+    for ids, mask in zip(sequences, masks):
+        for position in mask.nonzero().flatten().tolist():
+            token = int(ids[position])
+            tokens.append(token)
+            prompts.append({"prompt_token_ids": ids[:position].tolist()})
+            params.append(next_token_params(temperature, token))
+    outputs = llm.generate(prompts, params, lora_request=lora_request, use_tqdm=False)
+    log_probs = [
+        output.outputs[0].logprobs[0][token].logprob for output, token in zip(outputs, tokens)
+    ]
+    return torch.tensor(log_probs)

@@ -48,6 +48,7 @@ MODULES = (
     "tests.engines.test_mtp",
     "tests.engines.test_megatron_internals",
     "tests.engines.test_megatron_checkpoints",
+    "tests.engines.test_routing_replay",
     "tests.engines.test_megatron_rollout",
 )
 TOTAL_STEPS = 10  # of the learning rate's schedule

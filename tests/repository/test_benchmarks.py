@@ -96,6 +96,12 @@ SMOKES = {
         r"\| tiny \| mtp:1 \| 1\.0 \| 2 x 4 equal \| (.*\n)*"
         r"\| tiny \| mtp:1 \| 1\.25 .* \| 2 of 2 \|\n",
     ),
+    "routing_replay.py": Smoke(
+        "tiny-MoE --updates 2 --prompts 2 --n 2 --tokens 8 rollout.kv_cache_gib=0.05 "
+        "--models MODELS",
+        r"\| tiny-MoE \| false \| (\d\.\d\de-0\d \| ){4} \| \d+\.\d\d \|\n"
+        r"\| tiny-MoE \| true \| (\d\.\d\de-0\d \| ){4}\d\.\d\d% \| \d+\.\d\d \|\n",
+    ),
     "weight_sync_h200.py": Smoke(
         'tiny "" --repeats 1 --models MODELS',
         r"\| tiny \| 1 \| data parallel \| TP 1 \| \d\.\d+ \| \d\.\d+ \| 0\.\d+ \|",

@@ -1,0 +1,181 @@
+"""What routing replay changes: the gap between vLLM's and the trainer's log-probabilities.
+
+    python benchmarks/routing_replay.py 8B-A1B engine.param_dtype=bfloat16 \\
+        [--updates 30] [--prompts 64] [--n 8] [--tokens 256] [key=value ...]
+    python benchmarks/routing_replay.py tiny-MoE optim.lr=1e-3 --prompts 8 --tokens 64
+
+Trains a mixture of experts of benchmarks/shapes.py, with random weights and one GPU or CPU, twice:
+without and with rollout.routing_replay. Each update draws --n responses to each prompt, and its
+reward is the share of tokens with an even number, within a group of responses.
+
+Prints a Markdown table: the mean and the largest gap [nats] over the response tokens of all
+updates, the gap in the first and in the last five updates, the share of the choices of experts that
+the trainer would have made otherwise, and the median seconds of an update (generation, training and
+the sync of weights; the pass that measures the gap does not count).
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import fmean, median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from benchmarks.harness import (
+    MODELS,
+    add_settings,
+    make_parser,
+    model_settings,
+    print_header,
+    print_row,
+    run_quietly,
+)
+from benchmarks.shapes import EXPERTS, make_model
+from config import load
+from data.batching.batch import Batch
+from engines.fsdp.engine import FSDPEngine
+from engines.parallel import device
+from rollout.vllm.engine import Rollout
+
+PROMPT_TOKENS = 32
+FEW_UPDATES = 5  # at the beginning and at the end
+
+
+def make_prompts(number: int, vocab_size: int) -> list[list[int]]:
+    """Return random prompts."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, vocab_size, (number, PROMPT_TOKENS), generator=generator).tolist()
+
+
+def set_advantages(batch: Batch, n: int) -> None:
+    """Set the advantage of each token: the reward of its response, relative to its group."""
+    is_response = batch.fields["loss_mask"]
+    sequence = torch.repeat_interleave(torch.arange(len(batch)), batch.cu_seqlens.diff())
+    is_even = (batch.input_ids % 2 == 0).float() * is_response
+    lengths = torch.zeros(len(batch)).index_add(0, sequence, is_response)
+    rewards = torch.zeros(len(batch)).index_add(0, sequence, is_even) / lengths
+    groups = rewards.view(-1, n)
+    deviation = groups.std(1, keepdim=True) + 1e-6
+    advantages = ((groups - groups.mean(1, keepdim=True)) / deviation).flatten()
+    batch.fields["advantages"] = advantages[sequence] * is_response
+
+
+def train(engine: FSDPEngine, batch: Batch, step: int) -> dict[str, float]:
+    """Take a step of the policy gradient."""
+    num_tokens = batch.fields["loss_mask"].sum().item()
+
+    def loss_fn(log_probs: Tensor, _, fields: dict[str, Tensor]) -> tuple[Tensor, dict]:
+        return -(log_probs * fields["advantages"]).sum() / num_tokens, {}
+
+    return engine.train_batch(batch, loss_fn, step)
+
+
+def measure_gap(engine: FSDPEngine, batch: Batch) -> Tensor:
+    """Return the difference of the log-probabilities of each response token, as absolute values."""
+    log_probs = engine.log_probs(batch)[0].cpu()
+    is_response = batch.fields["loss_mask"] > 0
+    return (log_probs - batch.fields["rollout_log_probs"])[is_response].abs()
+
+
+def run_updates(config: DictConfig, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Train, and return for each update its mean and largest gap, mismatches, and seconds."""
+    this_device = device.init()
+    engine = FSDPEngine(config, this_device, arguments.updates)
+    engine.offload("parameters", "optimizer")
+    rollout = Rollout(config, this_device)
+    prompts = make_prompts(arguments.prompts, rollout.vocab_size)
+    repeated = [prompt for prompt in prompts for _ in range(arguments.n)]
+    results = {"mean": [], "largest": [], "mismatch": [], "seconds": []}
+    for step in range(arguments.updates):
+        start = device.synchronize()
+        rollout.wake("weights")
+        rollout.update_weights(engine.export_weights())
+        engine.offload("parameters", "optimizer")
+        rollout.wake("kv_cache")
+        first_seed = step * len(repeated)
+        seeds = list(range(first_seed, first_seed + len(repeated)))
+        batch, _ = rollout.generate(repeated, seeds, config.rollout)
+        rollout.sleep()
+        generated = device.synchronize()
+        gap = measure_gap(engine, batch)
+        set_advantages(batch, arguments.n)
+        measured = device.synchronize()
+        metrics = train(engine, batch, step)
+        end = device.synchronize()
+        results["mean"].append(gap.mean().item())
+        results["largest"].append(gap.max().item())
+        results["mismatch"].append(metrics.get("routing_mismatch", float("nan")))
+        results["seconds"].append(end - measured + generated - start)
+    rollout.shutdown()
+    return results
+
+
+def load_config(arguments: argparse.Namespace, replays: str) -> DictConfig:
+    longest = PROMPT_TOKENS + arguments.tokens
+    settings = [
+        *model_settings(arguments.models / arguments.shape),
+        f"data.train_batch_size={arguments.prompts}",
+        f"data.max_prompt_length={PROMPT_TOKENS}",
+        f"data.max_tokens_per_micro_batch={max(16384, longest)}",
+        f"rollout.n={arguments.n}",
+        f"rollout.max_tokens={arguments.tokens}",
+        f"rollout.routing_replay={replays}",
+        *arguments.settings,
+    ]
+    return load("ppo.yaml", settings)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument("shape", choices=EXPERTS)
+    parser.add_argument("--models", type=Path, default=MODELS)
+    parser.add_argument("--updates", type=int, default=30)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--n", type=int, default=8, help="responses to each prompt")
+    parser.add_argument("--tokens", type=int, default=256, help="of each response, at most")
+    parser.add_argument("--case", choices=("false", "true"), help=argparse.SUPPRESS)
+    add_settings(parser)
+    return parser.parse_intermixed_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.case:
+        results = run_updates(load_config(arguments, arguments.case), arguments)
+        print(json.dumps(results))
+        return
+    make_model(arguments.shape, arguments.models)
+    print_header(
+        "shape",
+        "rollout.routing_replay",
+        "mean gap",
+        "largest gap",
+        f"mean gap, first {FEW_UPDATES}",
+        f"mean gap, last {FEW_UPDATES}",
+        "other choices",
+        "s per update",
+    )
+    for replays in ("false", "true"):
+        # vLLM takes the process group with it when it ends, so each case has its own process.
+        output = run_quietly([sys.executable, *sys.argv, "--case", replays])
+        results = json.loads(output.splitlines()[-1])
+        mismatch = fmean(results["mismatch"])
+        print_row(
+            arguments.shape,
+            replays,
+            f"{fmean(results['mean']):.2e}",
+            f"{max(results['largest']):.2e}",
+            f"{fmean(results['mean'][:FEW_UPDATES]):.2e}",
+            f"{fmean(results['mean'][-FEW_UPDATES:]):.2e}",
+            f"{mismatch:.2%}" if mismatch == mismatch else "",
+            f"{median(results['seconds']):.2f}",
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The experts that vLLM chose, as rollout.routing_replay records them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from config import InputError, load
+from engines.model.routes import joined_parts, no_route, route_dtype
+from rollout.vllm.routing import check_routing_replay
+from tests.support.launch import launch
+from tests.support.models import make_model, write_model
+
+# 300 tokens of 6 prompts and short ones, in blocks of 16 tokens: vLLM preempts some requests.
+SMALL_CACHE = "rollout.kv_cache_gib=0.0012"
+LARGE_CACHE = "rollout.kv_cache_gib=0.1"
+GROUPED = dict(
+    model_type="glm4_moe",
+    head_dim=32,
+    n_routed_experts=300,
+    num_experts_per_tok=3,
+    n_shared_experts=1,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
+    norm_topk_prob=True,
+    partial_rotary_factor=0.5,
+    tie_word_embeddings=False,
+)
+LAUNCHES = {
+    "plain": (1, "moe", LARGE_CACHE),
+    "preempted": (1, "moe", SMALL_CACHE),
+    "tp2": (2, "moe", LARGE_CACHE, "rollout.tensor_parallel_size=2"),
+    "ngram": (1, "moe", LARGE_CACHE, "rollout.speculative=ngram"),
+    # Sigmoid scores with a bias, groups of experts, a shared expert, a first layer without experts,
+    # and more experts than uint8 can number.
+    "grouped": (1, "grouped", LARGE_CACHE),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models of few tokens, so that n-grams repeat."""
+    folder = tmp_path_factory.mktemp("routes")
+    make_model(folder / "moe", "qwen3_moe", vocab_size=24, moe_intermediate_size=32)
+    write_model(folder / "grouped", **GROUPED)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_vllm_records_the_experts_of_every_token(folder, name):
+    num_ranks, family, *settings = LAUNCHES[name]
+    launch(num_ranks, "tests/rollout/routes_worker.py", folder, family, *settings)
+    results = json.loads((folder / "routes.json").read_text())
+    cases = {key: result for key, result in results.items() if isinstance(result, dict)}
+    assert len(cases) == (5 if name == "ngram" else 6)
+    for key, case in cases.items():
+        assert case["missing"] == case["last"], key
+        assert case["choices"] == case["expected_choices"], key
+        assert case["mismatches"] == 0, key
+        assert case["dtype"] == ("torch.int16" if family == "grouped" else "torch.uint8")
+    assert (cases["closed"]["closed_batch"] > 0) == (name != "ngram")
+    assert cases["open"]["closed_batch"] == 0
+    assert results["asleep"] is True
+    assert results["kept"] == 0
+    if name == "ngram":
+        assert results["accepted"] > 50
+    else:
+        assert cases["continued"]["parts"] > 3
+
+
+def test_a_part_keeps_its_experts():
+    missing = no_route(route_dtype(8))
+    first = np.array([[[1]], [[2]], [[missing]]], np.uint8)
+    later = np.array([[[5]], [[6]], [[7]], [[missing]]], np.uint8)
+    assert joined_parts(first, later)[:, 0, 0].tolist() == [1, 2, 7, missing]
+    assert joined_parts(None, later) is later
+
+
+def test_a_dense_model_has_no_routing(tmp_path):
+    make_model(tmp_path, "qwen3")
+    settings = [f"model.path={tmp_path}", "data.train_files=unused", "rollout.routing_replay=true"]
+    with pytest.raises(InputError, match="is qwen3, which has no experts: set rollout.routing"):
+        check_routing_replay(load("ppo.yaml", settings))
