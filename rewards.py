@@ -11,9 +11,10 @@ reward.kwargs.answer=reward_model.ground_truth. The response lacks the string th
 (rollout.stop) and, unless reward.skip_special_tokens=false, special tokens.
 
 For each response a function returns a number, or a dictionary of named parts, which are logged and
-weighted by reward.weights. Functions written for verl and TRL work as they are
-(rollout/grading/signature.py). Add yours to REWARDS, or keep it in a file of its own:
-reward.function=path/to/file.py:name.
+weighted by reward.weights. With reward.step_rewards=true it returns a pair: one of these, and a
+list of steps (number of characters up to the step's end, reward). Functions written for verl and
+TRL work as they are (rollout/grading/signature.py). Add yours to REWARDS, or keep it in a file of
+its own: reward.function=path/to/file.py:name.
 
 Reward functions run in worker processes that may be killed (rollout/grading/). If a function raises
 or hangs, its sample is dropped, and the run stops if too many samples are. Each worker has its own

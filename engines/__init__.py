@@ -11,6 +11,8 @@ Two engines implement the same interface and compute the same results.
     optimizer, schedule, dropout    optimizers, learning rates, random numbers for dropout
     adapter_guard       a check that adapters learn
     reference           the configuration of a frozen reference model
+    teacher, divergence     what a teacher provides for each token, and how a student uses it
+    teaching, teacher_settings    the teachers of a run: which models, their checks and passes
     memory, memory_terms    the common part of both engines' memory estimates
     check               the command `python -m engines.check`
 

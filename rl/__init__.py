@@ -1,7 +1,7 @@
 """One step of PPO and its relatives: the models, the computations, and the checks before them.
 
     roles         the engines, vLLM and the grader of a run, and the stages of a step
-    teacher       on-policy distillation: the teacher's checks, and its part in a step
+    teacher       on-policy distillation: the teachers' checks, and their part in a step
     models        which models a run has, and the configuration of each
     functions     the functions that the configuration names, and the inputs they may read
     settings      checks of the configuration

@@ -4,6 +4,7 @@
     responses  the responses to one batch of requests, as arrays
     samples    graded responses that one step learns from
     sharing    sends tokens to the ranks that train on them
+    steps      places the rewards of steps on tokens
     records    writes samples to files that people read
     exchange   sums tensors, and gathers objects, over all ranks
     vllm/      the engine that generates responses

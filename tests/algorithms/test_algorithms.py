@@ -260,7 +260,27 @@ def gdpo(given):
     return advantages, from_scores(minus_mean)(given)[1]
 
 
+def grpo_steps(given):
+    """A step ends at every second token of a response, from the first one on."""
+    steps = [row[::2] for row in given.rewards]
+    rests = [round(sum(row[1::2]), 4) for row in given.rewards]
+    advantages = []
+    for i, row in enumerate(given.rewards):
+        members = [j for j, group in enumerate(given.group) if group == given.group[i]]
+        of_group = list(itertools.chain(*(steps[j] for j in members)))
+        others = [rests[j] for j in members if j != i]
+        of_rest = standardized(rests[i], others) if others else 0.0
+        normalized = [0.0] * len(row)
+        if len(of_group) > 1:
+            std = statistics.stdev(of_group) + 1e-6
+            mean = statistics.mean(of_group)
+            normalized[::2] = [(reward - mean) / std for reward in row[::2]]
+        advantages.append([sum(normalized[t:]) + of_rest for t in range(len(row))])
+    return advantages, discounted_sums(given.rewards, 1.0)
+
+
 BY_FORMULA = {
+    "grpo_steps": grpo_steps,
     "gae": gae,
     "opo": opo,
     "max_rl": from_scores(over_the_mean),
@@ -279,10 +299,30 @@ BY_FORMULA = {
 # -- advantages ------------------------------------------------------------------------------------
 
 
+def inputs_of_steps(rewards, mask, sequence, n):
+    """Return the inputs of grpo_steps() that other estimators do not read."""
+
+    def sum_by_response(x):
+        return sum_by_sequence(torch.where(mask > 0, x, 0).double(), sequence, n)
+
+    ends = torch.zeros_like(mask)
+    for number in range(n):
+        places = ((sequence == number) & (mask > 0)).nonzero()[:, 0]
+        ends[places[::2]] = 1
+    return {
+        "outcome": sum_by_response(rewards).float(),
+        "step_rewards": rewards,
+        "step_ends": ends,
+        "sum_by_response": sum_by_response,
+    }
+
+
 def advantages(name, rewards, mask, sequence, group, **settings):
     """Return advantages and returns [T] of an estimator of tokens or of sequences."""
     function = ADVANTAGES[name]
     n = len(group)
+    if name == "grpo_steps":
+        settings |= inputs_of_steps(rewards, mask, sequence, n)
     if "rewards" in plugins.parameters(function):
         return function(
             rewards=rewards, mask=mask, sequence=sequence, num_sequences=n, group=group, **settings

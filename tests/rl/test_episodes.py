@@ -52,7 +52,7 @@ BASELINE = {0: 0.25, 2: 4.0, 5: -1.0, 9: 2.0}
 # These estimators read tokens, and each branch is a sequence for them.
 OF_TOKENS = ("gae", "reinforce_plus_plus", "remax")
 # These need rewards of other kinds, or parameters (test_estimation.py).
-WITH_CONDITIONS = ("max_rl", "max_at_k", "gdpo")
+WITH_CONDITIONS = ("max_rl", "max_at_k", "gdpo", "grpo_steps")
 ESTIMATORS = [name for name in BY_FORMULA if name not in WITH_CONDITIONS]
 OF_EPISODES = [name for name in ESTIMATORS if name not in OF_TOKENS]
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]

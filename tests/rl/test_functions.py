@@ -40,7 +40,7 @@ def without_returns(rewards, **_): return rewards
 SEEN = {}
 def sees_all(*, rewards, mask, sequence, group, values, baseline, old_log_probs, ref_log_probs,
              rollout_log_probs, outcome, lengths, parts, part_weights, num_sequences, total, gamma,
-             lam):
+             lam, step_rewards, step_ends, sum_by_response):
     SEEN.update(locals())
     return rewards, rewards
 def loss_sees_all(*, log_probs, entropy, old_log_probs, advantages, mask, sequence, num_sequences,
@@ -78,7 +78,7 @@ def configure(tmp_path, monkeypatch):
     def load_settings(*settings: str):
         full = []
         for setting in settings:
-            has_group = setting.startswith(("rollout.", "data."))
+            has_group = setting.startswith(("rollout.", "data.", "reward."))
             full.append(setting if has_group else f"algorithm.{setting}")
         return load("ppo.yaml", ["model.path=unused", "data.train_files=unused", *full])
 
@@ -90,7 +90,9 @@ def tensors_of(seen: dict) -> dict[str, list[float]]:
 
 
 def test_an_estimator_is_called_with_the_values_of_its_inputs(configure, tmp_path):
-    config = configure("adv_estimator=my.py:sees_all", "gamma=0.75", "lam=0.5")
+    config = configure(
+        "adv_estimator=my.py:sees_all", "gamma=0.75", "lam=0.5", "reward.step_rewards=true"
+    )
     samples = make_samples([1, 2], [3.0, 5.0], [0, 4], baseline=[1.0, 2.0])
     samples = replace(samples, parts={"right": samples.scores})
     fields = samples.batch.fields
@@ -98,11 +100,15 @@ def test_an_estimator_is_called_with_the_values_of_its_inputs(configure, tmp_pat
     for number, name in enumerate(("values", "old_log_probs", "ref_log_probs"), 1):
         fields[name] = torch.full((num_tokens,), float(number))
     fields["rollout_log_probs"] = torch.full((num_tokens,), 4.0)
+    fields["turn_rewards"] = torch.tensor([0, 0, 0, 0, 0, 0.5, 0])
+    fields["step_ends"] = torch.tensor([0, 0, 1.0, 0, 0, 1, 0])
     mask = fields["loss_mask"].tolist()
     set_advantages(config, samples, whole(samples), 0.0)
     seen = dict(imports.import_file(tmp_path / "my.py").SEEN)
     assert tensors_of(seen) == {
-        "rewards": [0, 0, 3, 0, 0, 0, 5],
+        "rewards": [0, 0, 3, 0, 0, 0.5, 4.5],
+        "step_rewards": [0, 0, 0, 0, 0, 0.5, 0],
+        "step_ends": [0, 0, 1, 0, 0, 1, 0],
         "mask": mask,
         "sequence": [0, 0, 0, 1, 1, 1, 1],
         "group": [0, 4],
@@ -118,6 +124,7 @@ def test_an_estimator_is_called_with_the_values_of_its_inputs(configure, tmp_pat
     assert seen["parts"]["right"].tolist() == [3, 5]
     assert seen["part_weights"] == {"right": 1.0}
     assert seen["total"](seen["rewards"]) == 8
+    assert seen["sum_by_response"](seen["rewards"]).tolist() == [3, 5]
 
 
 def test_a_policy_loss_is_called_with_the_values_of_its_inputs(configure, tmp_path):
