@@ -15,6 +15,7 @@ from engines.model.hf import build_on_meta, read_hf_config
 from engines.model.lengths import longest_sequence
 from engines.model.replay import first_weights
 from engines.model.routes import no_route, route_dtype
+from rollout.vllm import adapters
 from rollout.vllm.capacity import kv_bytes_per_token
 
 WORKER = "rollout.vllm.routing_worker.RecordingWorker"
@@ -29,6 +30,16 @@ def check_routing_replay(config: DictConfig) -> None:
         raise InputError(
             f"rollout.routing_replay=true needs a mixture of experts, but model.path="
             f"{config.model.path} is {hf_config.model_type}, which has no experts: set "
+            "rollout.routing_replay=false"
+        )
+    if adapters.has_separate_adapter(config):
+        raise InputError(
+            "rollout.routing_replay=true has not been tested with model.lora.merge=false, for "
+            "which vLLM has other layers: set model.lora.merge=true"
+        )
+    if config.model.images:
+        raise InputError(
+            "rollout.routing_replay=true has not been tested with model.images=true: set "
             "rollout.routing_replay=false"
         )
     if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "npu":

@@ -5,6 +5,7 @@ mismatches is 0 if every token has its own experts. It would be 0.98 for others.
 """
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -39,11 +40,12 @@ PARTIAL = [
 ]
 EPISODES = ["rollout.max_episode_tokens=200", "rollout.max_tokens=12", "rollout.episode_workers=1"]
 REFERENCE = ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1"]
+ADAPTERS = ["model.lora.rank=4", "model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"]
 MINI_BATCHES = [f"algorithm.ppo_mini_batch_size={BATCH_SIZE // 2}"]
 RUNS = {
     "plain": (1, []),
     "critic": (2, ["algorithm.adv_estimator=gae", *REFERENCE, *MINI_BATCHES]),
-    "adapters": (1, ["model.lora.rank=4", *REFERENCE]),
+    "adapters": (1, [*ADAPTERS, "model.lora.merge=true", *REFERENCE]),
     "partial": (1, PARTIAL),
     "episodes": (1, EPISODES),
     "partial episodes": (1, EPISODES + PARTIAL),
@@ -117,15 +119,20 @@ def test_every_token_has_its_experts(assets, tmp_path, name):
         assert step["rollout_corr/log_prob_gap"] < LARGEST_GAP
 
 
+@pytest.mark.slow
 def test_a_dense_model_is_an_error_before_models_load(assets, tmp_path):
     make_model(tmp_path / "dense", "qwen3")
-    output = run(
-        *("train_ppo.py", f"model.path={tmp_path / 'dense'}", f"output_dir={tmp_path / 'run'}"),
-        *(f"data.train_files={assets}/train.jsonl", "rollout.routing_replay=true"),
+    command = [
+        sys.executable,
+        "train_ppo.py",
+        f"model.path={tmp_path / 'dense'}",
+        f"output_dir={tmp_path / 'run'}",
+        f"data.train_files={assets}/train.jsonl",
         f"reward.function={assets}/reward.py:score",
-        returncode=2,
-    )
-    assert "rollout.routing_replay=true needs a mixture of experts" in output
+        "rollout.routing_replay=true",
+    ]
+    done = run(command, returncode=2)
+    assert "rollout.routing_replay=true needs a mixture of experts" in done.stderr
 
 
 def open_response(with_routes: bool) -> OpenResponse:

@@ -7,7 +7,7 @@ import pytest
 
 from config import InputError, load
 from engines.model.routes import joined_parts, no_route, route_dtype
-from rollout.vllm.routing import check_routing_replay
+from rollout.vllm.routing import check_routing_replay, describe_memory
 from tests.support.launch import launch
 from tests.support.models import make_model, write_model
 
@@ -79,8 +79,30 @@ def test_a_part_keeps_its_experts():
     assert joined_parts(None, later) is later
 
 
-def test_a_dense_model_has_no_routing(tmp_path):
-    make_model(tmp_path, "qwen3")
-    settings = [f"model.path={tmp_path}", "data.train_files=unused", "rollout.routing_replay=true"]
-    with pytest.raises(InputError, match="is qwen3, which has no experts: set rollout.routing"):
-        check_routing_replay(load("ppo.yaml", settings))
+def test_settings_that_cannot_be_replayed(tmp_path):
+    make_model(tmp_path / "dense", "qwen3")
+    make_model(tmp_path / "moe", "qwen3_moe")
+
+    def problem(family: str, *settings: str) -> str:
+        keys = [f"model.path={tmp_path / family}", "data.train_files=unused", *settings]
+        with pytest.raises(InputError) as error:
+            check_routing_replay(load("ppo.yaml", ["rollout.routing_replay=true", *keys]))
+        return str(error.value)
+
+    assert "is qwen3, which has no experts: set rollout.routing_replay=false" in problem("dense")
+    assert "set model.lora.merge=true" in problem("moe", "model.lora.rank=4")
+    assert "model.images=true" in problem("moe", "model.images=true")
+
+
+def test_memory_is_described(tmp_path):
+    make_model(tmp_path, "qwen3_moe")
+    settings = ["data.train_batch_size=64", "rollout.n=16", "rollout.tensor_parallel_size=2"]
+    keys = [f"model.path={tmp_path}", "data.train_files=unused", *settings]
+    config = load("ppo.yaml", [*keys, "data.max_prompt_length=1000", "rollout.max_tokens=15000"])
+    # 3 layers, 3 experts per token; 16,000 tokens of 1,024 responses, twice on one of two replicas
+    # of two ranks, and once on one of the four ranks that train.
+    gib = 9 * 16_000 * (1024 / 2 + 1024 / 4) / 2**30
+    described = describe_memory(config, world_size=4)
+    assert described.startswith(f"routing replay: 9 bytes per token; at most {gib:.2f} GiB")
+    # Keys and values of 3 layers, in bf16, with one of two heads of 32 numbers on each rank.
+    assert f"{9 / (2 * 3 * 32 * 2):.2%} of the KV cache" in described
