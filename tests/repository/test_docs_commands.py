@@ -32,7 +32,7 @@ NOT_RUN_HERE = {
     "python examples/tools.py": "test_tools.py builds it",
     "python examples/game.py": "test_game.py builds it",
     "python examples/self_play.py": "test_self_play.py builds it",
-    "OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/self_play.py": "test_self_play.py runs it",
+    "OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/self_play": "test_self_play.py runs it",
     "python -m tests.soak": "takes minutes",
     "python -m pytest": "needs a GPU",
     "python -m config schema": "writes into the repository",
