@@ -26,7 +26,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from config import InputError, run as run_script
+from config import InputError, defaults, run as run_script
+from examples.loop import UNREAD
 
 PROMPT = "Name a number from 0 to 9."
 NUM_PROMPTS = 64
@@ -95,8 +96,13 @@ def learn(run, roles, samples, won):
 
 
 def main(config):
+    from omegaconf import OmegaConf
+
     from train_ppo import build_roles, end_step, finish, set_up, start_grader
 
+    for key in UNREAD:
+        if OmegaConf.select(config, key) != defaults(key):
+            raise InputError(f"examples/self_play.py does not read {key}: leave it out")
     if config.model_engine != "fsdp" or not config.model.lora.rank:
         raise InputError("examples/self_play.py needs model_engine=fsdp and model.lora.rank > 0")
     grader = start_grader(config)

@@ -820,9 +820,15 @@ def test_a_loop_of_your_own_has_sixty_lines_of_code():
     assert len(code) <= 60
 
 
-@pytest.mark.parametrize("setting", ["algorithm.ppo_epochs=2", "dry_run=true"])
-def test_a_setting_that_the_loop_does_not_read_is_an_error(assets, tmp_path, setting):
+@pytest.mark.parametrize(
+    "setting, key",
+    [
+        ("algorithm.ppo_epochs=2", "algorithm"),
+        ("reward.model.path=anything", "reward.model"),
+        ("dry_run=true", "dry_run"),
+    ],
+)
+def test_a_setting_that_the_loop_does_not_read_is_an_error(assets, tmp_path, setting, key):
     settings = arguments(assets, tmp_path, "letters", setting)
     done = run([sys.executable, "examples/loop.py", *settings], returncode=2)
-    key = "algorithm" if "algorithm" in setting else setting.partition("=")[0]
     assert f"error: examples/loop.py does not read {key}: leave it out" in done.stdout + done.stderr
