@@ -282,7 +282,7 @@ def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
     assert calls == [
         (run.config, CPU, 10),
         ("step_7", engine),
-        (run, engine),
+        (run, engine, None),
         "close",
         "wait",
         *exports,
