@@ -236,4 +236,4 @@ def test_the_code_has_the_stages_of_the_table(loop, stages):
 
 
 def test_all_loops_have_a_table_of_stages():
-    assert len(STAGES) == 3
+    assert len(STAGES) == 4
