@@ -251,7 +251,7 @@ def export_adapters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name as in engines/model/lora.py, full tensor), in the same order on all ranks.
 
-    A value head, which is trained as well, keeps its Megatron name.
+    Only for models with adapters. A value head, which is trained as well, keeps its Megatron name.
     """
     matrices = {}
     for model in models:

@@ -474,6 +474,8 @@ class MegatronEngine(Engine):
             yield from self.unused_weights()
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        if not self.lora.rank:
+            return
         self.onload("parameters")
         yield from export_adapters(self.models, getattr(torch, self.lora.dtype), self.device)
 
