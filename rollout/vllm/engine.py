@@ -128,7 +128,9 @@ class Rollout:
         self.scheduler = scheduler if "scheduler_cls" in arguments else None
         self.drafts = speculation.DraftCounter(scheduler)
         self.closed_batch_share = 0.0
-        self.recorder = RouteRecorder(self.llm) if config.rollout.routing_replay else None
+        self.recorder = None
+        if config.rollout.routing_replay:
+            self.recorder = RouteRecorder(self.llm, config)
 
     def _attach(self, config: DictConfig) -> None:
         """Prepare updates of vLLM's weights, which are marked as invalid."""

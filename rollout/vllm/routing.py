@@ -49,19 +49,38 @@ def check_routing_replay(config: DictConfig) -> None:
         )
 
 
+def expert_weights_of_layers(config: DictConfig) -> list[Tensor]:
+    """Return one weight [num_experts, ...] of each layer with experts, on the meta device."""
+    hf_config = read_hf_config(config.model.path)
+    hf = build_on_meta(hf_config, torch.float32, images=config.model.images)
+    return [weight for _, weight in first_weights(hf)]
+
+
+def check_same_layers(config: DictConfig, recorded: tuple[int, int]) -> None:
+    """Raise InputError if vLLM has experts in other layers than the trainer, or chooses others.
+
+    recorded: the number of vLLM's layers with experts, and its number of experts per token.
+    """
+    shape = read_hf_config(config.model.path).get_text_config()
+    trained = (len(expert_weights_of_layers(config)), experts_per_token(shape))
+    if recorded != trained:
+        raise InputError(
+            f"rollout.routing_replay=true: vLLM chooses {recorded[1]} experts in {recorded[0]} "
+            f"layers of model.path={config.model.path}, but the trainer {trained[1]} in "
+            f"{trained[0]}: set rollout.routing_replay=false"
+        )
+
+
 def describe_memory(config: DictConfig, world_size: int) -> str:
     """Describe the memory for the experts of a step's responses on one rank, if all are longest.
 
     They are in host memory twice: on the rank that generated a response, and on the rank that
     trains on it.
     """
-    hf_config = read_hf_config(config.model.path)
-    shape = hf_config.get_text_config()
-    hf = build_on_meta(hf_config, torch.float32, images=config.model.images)
-    stacks = first_weights(hf)
-    num_experts = max(len(weight) for _, weight in stacks)
-    itemsize = route_dtype(num_experts).itemsize
-    bytes_per_token = len(stacks) * experts_per_token(shape) * itemsize
+    shape = read_hf_config(config.model.path).get_text_config()
+    weights = expert_weights_of_layers(config)
+    itemsize = route_dtype(max(map(len, weights))).itemsize
+    bytes_per_token = len(weights) * experts_per_token(shape) * itemsize
     num_responses = config.data.train_batch_size * config.rollout.n
     generated = num_responses * config.rollout.tensor_parallel_size / world_size
     trained = num_responses / world_size
@@ -112,12 +131,13 @@ class RouteRecorder:
         kept: the routes by vLLM's id of the request.
     """
 
-    def __init__(self, llm):
+    def __init__(self, llm, config: DictConfig):
         # vLLM-private: the worker, and the scheduler's method that frees the blocks of a request
         # that has ended. The blocks of a request that is preempted, and will be computed again, are
         # freed elsewhere.
         workers = llm.collective_rpc(lambda worker: worker)
         self.slot_routes = workers[0].slot_routes
+        check_same_layers(config, self.slot_routes.shape)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         self.manager = scheduler.kv_cache_manager
         self.kept: dict[str, KeptRoutes] = {}

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.cases import selected_cases
 from tests.support.launch import LONG_LIMIT, launch
-from tests.support.models import make_model
+from tests.support.models import GROUPED_EXPERTS, make_model, write_model
 
 # Checkpoints pass from launch to launch in this order.
 LAUNCH_ORDER = (2, 4, 1)
@@ -30,6 +30,7 @@ def megatron_folder(tmp_path_factory) -> Path:
         output_router_logits=True,
         router_aux_loss_coef=0.4,
     )  # of 3 choices in 4 layers: 0.3 of Megatron's sum
+    write_model(folder / "glm4_moe", **GROUPED_EXPERTS)
     make_model(folder / "mimo", "mimo")
     make_model(folder / "mimo_two", "mimo", num_hidden_layers=4, num_nextn_predict_layers=2)
     make_model(folder / "mimo_tied", "mimo", num_hidden_layers=4, tie_word_embeddings=True)

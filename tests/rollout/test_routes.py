@@ -7,32 +7,19 @@ import pytest
 
 from config import InputError, load
 from engines.model.routes import joined_parts, no_route, route_dtype
-from rollout.vllm.routing import check_routing_replay, describe_memory
+from rollout.vllm.routing import check_routing_replay, check_same_layers, describe_memory
 from tests.support.launch import launch
-from tests.support.models import make_model, write_model
+from tests.support.models import GROUPED_EXPERTS, make_model, write_model
 
 # 300 tokens of 6 prompts and short ones, in blocks of 16 tokens: vLLM preempts some requests.
 SMALL_CACHE = "rollout.kv_cache_gib=0.0012"
 LARGE_CACHE = "rollout.kv_cache_gib=0.1"
-GROUPED = dict(
-    model_type="glm4_moe",
-    head_dim=32,
-    n_routed_experts=300,
-    num_experts_per_tok=3,
-    n_shared_experts=1,
-    n_group=4,
-    topk_group=2,
-    moe_intermediate_size=32,
-    first_k_dense_replace=1,
-    norm_topk_prob=True,
-    partial_rotary_factor=0.5,
-    tie_word_embeddings=False,
-)
 LAUNCHES = {
     "plain": (1, "moe", LARGE_CACHE),
     "preempted": (1, "moe", SMALL_CACHE),
     "tp2": (2, "moe", LARGE_CACHE, "rollout.tensor_parallel_size=2"),
-    "ngram": (1, "moe", LARGE_CACHE, "rollout.speculative=ngram"),
+    # Repetitive responses, whose drafts are accepted.
+    "ngram": (1, "moe", LARGE_CACHE, "rollout.speculative=ngram", "rollout.temperature=0.05"),
     # Sigmoid scores with a bias, groups of experts, a shared expert, a first layer without experts,
     # and more experts than uint8 can number.
     "grouped": (1, "grouped", LARGE_CACHE),
@@ -44,7 +31,7 @@ def folder(tmp_path_factory):
     """Models of few tokens, so that n-grams repeat."""
     folder = tmp_path_factory.mktemp("routes")
     make_model(folder / "moe", "qwen3_moe", vocab_size=24, moe_intermediate_size=32)
-    write_model(folder / "grouped", **GROUPED)
+    write_model(folder / "grouped", **{**GROUPED_EXPERTS, "n_routed_experts": 300})
     return folder
 
 
@@ -66,7 +53,7 @@ def test_vllm_records_the_experts_of_every_token(folder, name):
     assert results["asleep"] is True
     assert results["kept"] == 0
     if name == "ngram":
-        assert results["accepted"] > 50
+        assert results["accepted"] > 50  # of 1,500 tokens
     else:
         assert cases["continued"]["parts"] > 3
 
@@ -92,6 +79,14 @@ def test_settings_that_cannot_be_replayed(tmp_path):
     assert "is qwen3, which has no experts: set rollout.routing_replay=false" in problem("dense")
     assert "set model.lora.merge=true" in problem("moe", "model.lora.rank=4")
     assert "model.images=true" in problem("moe", "model.images=true")
+
+
+def test_vllm_and_the_trainer_have_experts_in_the_same_layers(tmp_path):
+    make_model(tmp_path, "qwen3_moe")
+    config = load("ppo.yaml", [f"model.path={tmp_path}", "data.train_files=unused"])
+    check_same_layers(config, (3, 3))
+    with pytest.raises(InputError, match="vLLM chooses 2 experts in 3 layers .* trainer 3 in 3"):
+        check_same_layers(config, (3, 2))
 
 
 def test_memory_is_described(tmp_path):

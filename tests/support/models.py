@@ -102,6 +102,21 @@ FAMILIES = {
         num_nextn_predict_layers=1,
     ),
 }
+# Sigmoid scores with a bias, groups of experts, a shared expert, a first layer without experts.
+GROUPED_EXPERTS = dict(
+    model_type="glm4_moe",
+    tie_word_embeddings=False,
+    head_dim=32,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_shared_experts=1,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
+    norm_topk_prob=True,
+    partial_rotary_factor=0.5,
+)
 TOWER = dict(
     hidden_size=16,
     intermediate_size=24,
