@@ -290,8 +290,7 @@ class MegatronEngine(Engine):
     def _mtp_loss(self, reported: Batch) -> MTPLoss | None:
         """Return the state of the MTP layers' loss for a step; None without such layers.
 
-        Args:
-            reported: the result of reported_sequences().
+        reported: the result of reported_sequences().
         """
         factor = self.config.model.mtp.mtp_loss_scaling_factor
         return MTPLoss.begin(reported, self.num_mtp_layers, factor, self.sum_over_dp)
@@ -474,10 +473,9 @@ class MegatronEngine(Engine):
             yield from self.unused_weights()
 
     def export_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        if not self.lora.rank:
-            return
         self.onload("parameters")
-        yield from export_adapters(self.models, getattr(torch, self.lora.dtype), self.device)
+        if self.lora.rank:
+            yield from export_adapters(self.models, getattr(torch, self.lora.dtype), self.device)
 
     @cuda_is_cpu()
     def state(self, loading: bool = False) -> dict:
