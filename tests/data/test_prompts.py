@@ -527,8 +527,9 @@ def test_every_option_that_tokenizes_a_row_is_part_of_the_caches_name(module):
         """Options that record which of them are read."""
 
         def __getattribute__(self, name):
+            value = super().__getattribute__(name)  # an error for options of other datasets
             names.add(name)
-            return super().__getattribute__(name)
+            return value
 
     sft = {"response_key": "response", "train_on": "all", "max_length": 200}
     preferences = {"chosen_key": "chosen", "rejected_key": "rejected", "label_key": "label"}

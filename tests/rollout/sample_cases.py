@@ -28,8 +28,8 @@ from tests.support.training import gather
 
 FIRST_GROUP = 10
 KL_IN_REWARD = "use_kl_in_reward=true"
-# These need rewards of 0 or more, or with named parts.
-NEED_OTHER_REWARDS = ("max_rl", "gdpo")
+# These need rewards of 0 or more, with named parts, or of steps.
+NEED_OTHER_REWARDS = ("max_rl", "gdpo", "grpo_steps")
 OWN_SETTINGS = {"max_at_k": ["adv_kwargs.k=2"]}
 # Name -> settings of `algorithm`; the last one has functions of a user.
 LEARNED = {
