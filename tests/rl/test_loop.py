@@ -83,6 +83,10 @@ class Roles:
         self.calls.append("sleep")
         return {"perf/asleep": 1.0}
 
+    def score(self, samples):
+        self.calls.append("score")
+        return samples
+
     def divide(self, samples):
         self.calls.append("divide")
         return SimpleNamespace(num_mini_batches=3)
@@ -192,7 +196,7 @@ def test_the_stages_of_a_step_are_called_in_order_with_its_number(finished):
     _, roles = finished
     expected = [("validate", 0)]
     for step in (0, 1):
-        expected += ["wake", ("collect", 2 * step, step + 1), "sleep", "divide"]
+        expected += ["wake", ("collect", 2 * step, step + 1), "sleep", "score", "divide"]
         expected += [("log_probs", step), "values", ("advantages", 0.5)]
         expected += [("critic", step), ("actor", step)]
     assert roles.calls == [*expected, ("validate", 2)]
