@@ -90,6 +90,13 @@ def test_advantages_are_those_of_the_estimator_and_the_discounts_that_are_config
         "gdpo": [f"reward.weights.part{i}={weight}" for i, weight in enumerate(WEIGHTS)],
     }
     samples = replace(samples, parts=parts)
+    rewards = [[0] * (len(row) - 1) + [score] for row, score in zip(values, scores)]
+    steps = {}
+    if name == "grpo_steps":
+        # As in BY_FORMULA: a step ends at every second token, from the first one on.
+        is_end = [t % 2 == 0 for row in values for t in range(len(row))]
+        of_steps = [float(end * reward) for end, reward in zip(is_end, sum(rewards, []))]
+        steps = {"turn_rewards": of_steps, "step_ends": [float(end) for end in is_end]}
     f, _ = advantages(
         samples,
         *own_settings.get(name, []),
@@ -97,8 +104,8 @@ def test_advantages_are_those_of_the_estimator_and_the_discounts_that_are_config
         "algorithm.gamma=0.9",
         "algorithm.lam=0.7",
         values=sum(values, []),
+        **steps,
     )
-    rewards = [[0] * (len(row) - 1) + [score] for row, score in zip(values, scores)]
     estimate = Estimate(rewards, group, values, baseline, gamma=0.9, lam=0.7)
     expected_advantages, expected_returns = BY_FORMULA[name](estimate)
     expected_advantages = pytest.approx(sum(expected_advantages, []), abs=1e-5)

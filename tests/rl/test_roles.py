@@ -130,6 +130,7 @@ def test_the_actors_schedule_begins_after_the_critics_warm_up(make_roles):
     )
     part = (None, SimpleNamespace(micro_batches=None))
     share = SimpleNamespace(parts=[part], batch=[])
+    share.without_routes = share
 
     actor_metrics = [roles.update_actor(share, step) for step in range(num_steps)]
     critic_metrics = [roles.update_critic(share, step) for step in range(num_steps)]
@@ -208,7 +209,9 @@ def test_each_engine_leaves_the_device_once_it_is_built(
 
 def make_share():
     part = (None, SimpleNamespace(micro_batches=None))
-    return SimpleNamespace(parts=[part], batch=SimpleNamespace(fields={}), num_mini_batches=1)
+    share = SimpleNamespace(parts=[part], batch=SimpleNamespace(fields={}), num_mini_batches=1)
+    share.without_routes = share
+    return share
 
 
 def test_each_field_comes_from_the_engine_of_its_role(make_roles):
