@@ -20,7 +20,7 @@ from data.chat.tokenizer import ChatTokenizer
 from data.columns import describe_use
 from data.images.processor import ImageStore, Processor
 from data.lengths import kept_tokens
-from data.records import Records, row_as_json
+from data.records import Records
 from data.selection import Selection
 from data.shapes import read_shape
 from data.sources import read_file_rows
@@ -85,7 +85,7 @@ def tokenize(
             the first one, as file:line); rows are longer than options.max_length, and
             options.truncation is error; no row is left.
     """
-    spec = SPEC_WITH_ROWS if with_rows else SPEC
+    spec = SPEC.with_rows() if with_rows else SPEC
     return tokenize_to_cache(spec, files, tokenizer, options, cache_dir, tokenizer_dir, processor)
 
 
@@ -110,21 +110,7 @@ def tokenize_row(
     return columns
 
 
-def tokenize_row_and_keep(
-    row: dict, chat: ChatTokenizer, options, folder: Path = Path()
-) -> RowCoroutine[dict]:
-    """Return the columns of tokenize_row(), and the complete row without pixels as JSON."""
-    record = {}
-    columns = yield from tokenize_row(row, chat, options, folder)
-    if columns.get("input_ids"):
-        record = {"record": row_as_json(row, options.images_key, "sampler")}
-    return columns | record
-
-
 SPEC = CacheSpec(VERSION, OPTIONS, "max_length", UNUSED, tokenize_row)
-SPEC_WITH_ROWS = SPEC._replace(
-    unused=UNUSED | {"record": ""}, tokenize_row=tokenize_row_and_keep, suffix=WITH_ROWS
-)
 
 
 class TokenDataset:

@@ -14,7 +14,6 @@ import torch
 
 from data import dataset
 from data.batching.batch import Batch, make_cu_seqlens
-from data.cache import WITH_ROWS
 from data.chat.encoding import EncodedRow, RowCoroutine, encode
 from data.chat.tokenizer import ChatTokenizer
 from data.columns import describe_use
@@ -22,7 +21,6 @@ from data.dataset import TokenDataset, concatenate
 from data.images.processor import Processor
 from data.lengths import kept_tokens
 from data.preferences import Preference, read_preference
-from data.records import row_as_json
 from data.selection import Selection
 from data.tokenization import CacheSpec, tokenize_to_cache
 
@@ -50,7 +48,7 @@ def tokenize_preferences(
     The folder holds the files of data.dataset.tokenize(), and chosen_tokens.npy (int32 [n]), the
     number of tokens of each row that belong to its chosen answer.
     """
-    spec = SPEC_WITH_ROWS if with_rows else SPEC
+    spec = SPEC.with_rows() if with_rows else SPEC
     return tokenize_to_cache(spec, files, tokenizer, options, cache_dir, tokenizer_dir, processor)
 
 
@@ -108,21 +106,7 @@ def token_columns(encoded: dict[str, EncodedRow], options) -> dict:
     return columns | {"input_ids": ids, "loss_mask": mask}
 
 
-def tokenize_row_and_keep(
-    row: dict, chat: ChatTokenizer, options, folder: Path = Path()
-) -> RowCoroutine[dict]:
-    """Return the columns of tokenize_row(), and the complete row as JSON."""
-    record = {}
-    columns = yield from tokenize_row(row, chat, options, folder)
-    if columns.get("input_ids"):
-        record = {"record": row_as_json(row, options.images_key, "sampler")}
-    return columns | record
-
-
 SPEC = CacheSpec(VERSION, OPTIONS, "max_length", UNUSED, tokenize_row)
-SPEC_WITH_ROWS = SPEC._replace(
-    unused=UNUSED | {"record": ""}, tokenize_row=tokenize_row_and_keep, suffix=WITH_ROWS
-)
 
 
 class PreferenceDataset(TokenDataset):

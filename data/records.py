@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from config import InputError
+from data.chat.encoding import RowCoroutine
+from data.chat.tokenizer import ChatTokenizer
 from data.images.sources import without_pixels
 
 
@@ -24,6 +26,17 @@ def write_records(folder: Path, records: Iterable[str]) -> None:
             if record:
                 line_lengths.append(file.write(record.encode() + b"\n"))
     np.save(folder / "record_ends.npy", np.cumsum(line_lengths, dtype=np.int64))
+
+
+def tokenize_row_and_keep(
+    tokenize_row: Callable, row: dict, chat: ChatTokenizer, options, folder: Path = Path()
+) -> RowCoroutine[dict]:
+    """Return the columns of tokenize_row() and, if the row is used, the row itself as JSON."""
+    record = {}
+    columns = yield from tokenize_row(row, chat, options, folder)
+    if columns.get("input_ids"):
+        record = {"record": row_as_json(row, options.images_key, "sampler")}
+    return columns | record
 
 
 def row_as_json(row: dict, images_key: str, reader: str) -> str:

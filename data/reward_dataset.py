@@ -17,14 +17,12 @@ import torch
 from config import InputError
 from data import preference_dataset
 from data.batching.batch import Batch, make_cu_seqlens
-from data.cache import WITH_ROWS
 from data.chat.encoding import RowCoroutine
 from data.chat.tokenizer import ChatTokenizer
 from data.images.processor import Processor
 from data.messages import number_in_text
 from data.preference_dataset import PreferenceDataset, tokenize_answers
 from data.preferences import LABEL_OF_LLAMA_FACTORY, Preference, read_answer_with, read_preference
-from data.records import row_as_json
 from data.selection import Selection
 from data.tokenization import CacheSpec, tokenize_to_cache
 
@@ -53,7 +51,7 @@ def tokenize_rewards(
     The folder holds the files of tokenize_preferences(), and target.npy (float64 [n]); the target
     of a pair without a margin is nan.
     """
-    spec = SPEC_WITH_ROWS if with_rows else SPEC
+    spec = SPEC.with_rows() if with_rows else SPEC
     return tokenize_to_cache(spec, files, tokenizer, options, cache_dir, tokenizer_dir, processor)
 
 
@@ -121,21 +119,7 @@ def tokenize_row(
     return columns | {"target": target}
 
 
-def tokenize_row_and_keep(
-    row: dict, chat: ChatTokenizer, options, folder: Path = Path()
-) -> RowCoroutine[dict]:
-    """Return the columns of tokenize_row(), and the complete row as JSON."""
-    record = {}
-    columns = yield from tokenize_row(row, chat, options, folder)
-    if columns.get("input_ids"):
-        record = {"record": row_as_json(row, options.images_key, "sampler")}
-    return columns | record
-
-
 SPEC = CacheSpec(VERSION, OPTIONS, "max_length", UNUSED, tokenize_row)
-SPEC_WITH_ROWS = SPEC._replace(
-    unused=UNUSED | {"record": ""}, tokenize_row=tokenize_row_and_keep, suffix=WITH_ROWS
-)
 
 
 class RewardDataset(PreferenceDataset):

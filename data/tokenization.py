@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from config import InputError, die_with
-from data.cache import cache_key, ensure_cached
+from data.cache import WITH_ROWS, cache_key, ensure_cached
 from data.chat.encoding import RowCoroutine, encode_together
 from data.chat.tokenizer import ChatTokenizer
 from data.columns import report_lines, unused_row_lines, uses_of_file
@@ -27,7 +28,7 @@ from data.files import find_files, is_json, parse_row, read_rows
 from data.images import stored
 from data.images.processor import Processor
 from data.lengths import LengthLimit, check_lengths
-from data.records import write_records
+from data.records import tokenize_row_and_keep, write_records
 from data.selection import Selection, as_selection
 from data.shapes import SHAPES
 from data.sources import write_file_rows
@@ -74,6 +75,12 @@ class CacheSpec(NamedTuple):
         folders = [str(folder_of(path)) for path in paths]
         images = f" with images of {folders} without {sorted(processor.dropped)}"
         return self._replace(version=f"{self.version}{images}", unused=self.unused | NO_IMAGES)
+
+    def with_rows(self) -> CacheSpec:
+        """Return the spec of a cache that also stores the rows, without pixels, for a sampler."""
+        unused = self.unused | {"record": ""}
+        keep = partial(tokenize_row_and_keep, self.tokenize_row)
+        return self._replace(unused=unused, tokenize_row=keep, suffix=WITH_ROWS)
 
 
 class Source(NamedTuple):
