@@ -80,3 +80,24 @@ def parameters(function: Callable) -> set[str]:
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
+
+
+def inputs_of_one_kind(key: str, name: str, reads: set[str], kinds: Mapping[str, set[str]]) -> str:
+    """Return the kind of inputs that a function reads.
+
+    Args:
+        key, name: the configuration key and its value, for error messages.
+        reads: the names of the function's arguments.
+        kinds: kind -> the names of its inputs.
+
+    Raises:
+        InputError: it reads inputs of several kinds, or of none.
+    """
+    read_kinds = [kind for kind, names in kinds.items() if reads & names]
+    if len(read_kinds) != 1:
+        choices = [f"{kind} ({', '.join(sorted(names))})" for kind, names in kinds.items()]
+        raise InputError(
+            f"{key}={name} must read either {' or '.join(choices)}; it reads "
+            f"{', '.join(sorted(reads)) or 'nothing'}"
+        )
+    return read_kinds[0]

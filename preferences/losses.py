@@ -59,6 +59,7 @@ def names_of(inputs: type) -> set[str]:
 
 PAIR_NAMES = names_of(PairInputs)
 ANSWER_NAMES = names_of(AnswerInputs)
+NAMES = {"pairs": PAIR_NAMES, "single answers": ANSWER_NAMES}
 READS_REFERENCE = {"chosen_log_ratios", "rejected_log_ratios", "log_ratios", "kl"}
 
 
@@ -85,19 +86,12 @@ class PreferenceLoss:
         name = algorithm.loss
         raw = plugins.find(KEY, name, PREFERENCE_LOSSES)
         reads = plugins.parameters(raw)
-        inputs = reads & PAIR_NAMES or reads & ANSWER_NAMES
-        if not inputs or (reads & PAIR_NAMES and reads & ANSWER_NAMES):
-            raise InputError(
-                f"{KEY}={name} must read either pairs ({', '.join(sorted(PAIR_NAMES))}) or single "
-                f"answers ({', '.join(sorted(ANSWER_NAMES))}); it reads "
-                f"{', '.join(sorted(reads)) or 'nothing'}"
-            )
-        vocabulary = PAIR_NAMES if reads & PAIR_NAMES else ANSWER_NAMES
+        vocabulary = NAMES[plugins.inputs_of_one_kind(KEY, name, reads, NAMES)]
         kwargs = own_parameters(algorithm, name, reads)
         function = plugins.find(
             KEY, name, PREFERENCE_LOSSES, vocabulary, "algorithm.loss_kwargs", kwargs
         )
-        return cls(name, function, frozenset(inputs), algorithm.sft_coef)
+        return cls(name, function, frozenset(reads & vocabulary), algorithm.sft_coef)
 
     @property
     def takes_pairs(self) -> bool:

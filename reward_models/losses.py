@@ -42,6 +42,7 @@ def names_of(inputs: type) -> set[str]:
 
 PAIR_NAMES = names_of(PairInputs)
 ANSWER_NAMES = names_of(AnswerInputs)
+NAMES = {"pairs": PAIR_NAMES, "single answers": ANSWER_NAMES}
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,7 @@ class RewardLoss:
         algorithm = config.algorithm
         name = algorithm.loss
         reads = plugins.parameters(plugins.find(KEY, name, REWARD_LOSSES))
-        inputs = reads & PAIR_NAMES or reads & ANSWER_NAMES
-        if not inputs or (reads & PAIR_NAMES and reads & ANSWER_NAMES):
-            raise InputError(
-                f"{KEY}={name} must read either pairs ({', '.join(sorted(PAIR_NAMES))}) or single "
-                f"answers ({', '.join(sorted(ANSWER_NAMES))}); it reads "
-                f"{', '.join(sorted(reads)) or 'nothing'}"
-            )
-        vocabulary = PAIR_NAMES if reads & PAIR_NAMES else ANSWER_NAMES
+        vocabulary = NAMES[plugins.inputs_of_one_kind(KEY, name, reads, NAMES)]
         function = plugins.find(
             KEY,
             name,
@@ -88,7 +82,7 @@ class RewardLoss:
                 f"{CENTER}={center} does nothing with {KEY}={name}, which learns from single "
                 "answers: leave it out"
             )
-        return cls(name, function, frozenset(inputs), center)
+        return cls(name, function, frozenset(reads & vocabulary), center)
 
     @property
     def takes_pairs(self) -> bool:
