@@ -165,7 +165,10 @@ def make_case(arguments: argparse.Namespace) -> Case:
         generate=lambda *_: (batch, truncated),
     )
     grader = SimpleNamespace(
-        parts=[], grade=lambda *_: rewards, check_parts=lambda items, results: results
+        parts=[],
+        has_steps=False,
+        grade=lambda *_: rewards,
+        check_parts=lambda items, results: results,
     )
     tokenizer = SimpleNamespace(batch_decode=lambda *_, **__: [""] * num_own)
     dataset = Prompts(num_own // arguments.group * arguments.ranks)

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.repository.test_house import PRODUCT
+from tests.support.launch import ROOT
 from tests.support.metric_names import (
     PLACEHOLDER,
     Code,
@@ -15,7 +16,7 @@ from tests.support.metric_names import (
     undocumented,
 )
 
-CODE = Code(PRODUCT)
+CODE = Code([*PRODUCT, ROOT / "examples/self_play.py"])
 # Keys with a slash that are no metrics.
 NO_METRICS = {
     "prompt/completion": "the name of a format of rows",
