@@ -207,7 +207,8 @@ def test_runs_log_the_metrics_of_the_tables(results, docs_folder):
     for out in ("runs/first", "runs/ppo"):
         for line in (docs_folder / out / "metrics.jsonl").read_text().splitlines():
             logged |= json.loads(line).keys()
-    source = "\n".join(path.read_text() for path in PRODUCT)
+    files = [*PRODUCT, ROOT / "examples/self_play.py"]
+    source = "\n".join(path.read_text() for path in files)
     names = metrics_of_the_tables()
     assert len(names) > 30
     for name in names:
