@@ -87,7 +87,29 @@ class Chunk(NamedTuple):
     second_scale: Tensor | None
 
 
-class AdamW(Optimizer):
+class KeepsDtypes(Optimizer):
+    """An optimizer that loads its state in the dtypes in which it was saved.
+
+    torch's optimizers cast a loaded state to the dtype of the weights, which would round fp32
+    moments of bfloat16 weights, and turn codes into numbers.
+
+    Attributes:
+        storage: how it stores weights and moments.
+    """
+
+    storage: Storage
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for key, parameter in zip(keys, parameters):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if name != "step":
+                    self.state[parameter][name] = value.to(parameter.device)
+
+
+class AdamW(KeepsDtypes):
     """AdamW (Loshchilov and Hutter 2019) with low-precision weights and moments."""
 
     def __init__(

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from common import plugins
 from config import InputError
 from configs.rules import at_least, rule
-from engines.adamw import AdamW, Storage, first_position, local
+from engines.adamw import AdamW, KeepsDtypes, Storage, first_position, local
 from engines.rounding import LOW_16, noise_key, random_bits, to_bfloat16
 
 INPUTS = ("params", "lr", "betas", "eps", "storage")
@@ -93,7 +93,7 @@ def muon(
 OPTIMIZERS = {"adamw": adamw, "muon": muon}
 
 
-class ShardedMuon(torch.optim.Muon):
+class ShardedMuon(KeepsDtypes, torch.optim.Muon):
     """torch's Muon for DTensors, and for bfloat16 weights that are rounded stochastically.
 
     The momentum is sharded like the parameters. Each matrix is gathered, and one of the ranks that

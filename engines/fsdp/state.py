@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from engines.adamw import AdamW, local, moment_bytes
+from engines.adamw import KeepsDtypes, local, moment_bytes
 from engines.fsdp.sharding import full_tensor
 from engines.model import lora
 from engines.model.classifier import value_head_name
@@ -146,7 +146,7 @@ def future_optimizer_sizes(
             continue
         num_moments = 1 if isinstance(optimizer, torch.optim.Muon) else 2
         state_dtype = None
-        if isinstance(optimizer, AdamW):
+        if isinstance(optimizer, KeepsDtypes):
             state_dtype = optimizer.storage.state_dtype
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -1,7 +1,5 @@
 """Stochastic rounding, 8-bit moments, and the AdamW that uses both."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
