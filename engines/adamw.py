@@ -9,8 +9,8 @@ torchao has such optimizers, too. They were tried and not taken:
   of ranks gives another result.
 * Their 8-bit blocks are cut from each rank's own part, so a checkpoint cannot be loaded on another
   number of ranks. They round to the nearest code.
-* A block whose second moments are all below 1e-12 loses them: its scale has that lower bound.
-  Gradients below 1e-6, which reinforcement learning of large models has, then divide by epsilon.
+* The scales of their blocks are at least 1e-12, so second moments of gradients below 1e-6 are stored
+  coarsely. After 200 steps with gradients of 1e-8, weights have moved 9 % off; here it is 1 %.
 * Each parameter's step is compiled on every device, so CPUs need a C++ compiler.
 """
 
@@ -143,9 +143,10 @@ class AdamW(KeepsDtypes):
         if not chunks:
             return
         # All in one copy: a small one for each chunk would take longer than its update.
-        on_device = torch.tensor(numbers, dtype=torch.float64).to(chunks[0].weight.device)
-        for chunk, of_chunk in zip(chunks, on_device):
-            self._update(chunk, of_chunk, self.storage.stochastic)
+        device = chunks[0].weight.device
+        codes = moments.codes_of_moments(device)
+        for chunk, of_chunk in zip(chunks, torch.tensor(numbers, dtype=torch.float64).to(device)):
+            self._update(chunk, of_chunk, codes, self.storage.stochastic)
 
     def _with_gradient(self) -> Iterator[tuple[nn.Parameter, dict, int]]:
         """Yield (parameter, its group, its place among all of the optimizer's parameters)."""
@@ -188,7 +189,7 @@ def moment_bytes(part: Tensor, state_dtype: torch.dtype | None) -> int:
     return num_bytes
 
 
-def update(chunk: Chunk, numbers: Tensor, stochastic: bool) -> None:
+def update(chunk: Chunk, numbers: Tensor, codes: moments.CodesOfMoments, stochastic: bool) -> None:
     """Take AdamW's step for some rows of a parameter, in fp32.
 
     Args:
@@ -199,49 +200,49 @@ def update(chunk: Chunk, numbers: Tensor, stochastic: bool) -> None:
     key = numbers[7:9].long()
     position = numbers[9].long()
     gradient = chunk.gradient.float()
-    first = read_moment(chunk.first, chunk.first_scale, signed=True)
-    second = read_moment(chunk.second, chunk.second_scale, signed=False)
+    first = read(chunk.first, chunk.first_scale, codes.first)
+    second = read(chunk.second, chunk.second_scale, codes.second)
+    if chunk.second_scale is not None:
+        second = second.square()
     first = torch.lerp(first, gradient, (1 - beta1).float())
     second = torch.lerp(second, gradient.square(), (1 - beta2).float())
     denominator = (second / correction2).sqrt() + eps
     weight = chunk.weight.float() * (1 - lr * decay) - lr * (first / correction1) / denominator
-    # Each result needs 16 random bits: one draw is enough for two of them.
     weight_bits = first_bits = second_bits = None
     if stochastic:
+        # Each result needs 16 random bits: one draw is enough for two of them.
         both = random_bits(key, position, chunk.weight)
         weight_bits = both & LOW_16
         first_bits = both >> 16
         second_bits = random_bits(key.flip(0), position, chunk.weight) & LOW_16
-    store(weight, chunk.weight, None, weight_bits, signed=True)
-    store(first, chunk.first, chunk.first_scale, first_bits, signed=True)
-    store(second, chunk.second, chunk.second_scale, second_bits, signed=False)
-
-
-def read_moment(stored: Tensor, scale: Tensor | None, signed: bool) -> Tensor:
-    """Return a moment in fp32. Of an unsigned one, codes hold the square root."""
-    if scale is None:
-        return stored.float()
-    numbers = moments.from_codes(stored, scale, signed)
-    return numbers if signed else numbers.square()
-
-
-def store(
-    x: Tensor, target: Tensor, scale: Tensor | None, bits: Tensor | None, signed: bool
-) -> None:
-    """Write fp32 numbers into a tensor of any dtype, and scales if that holds codes.
-
-    Args:
-        bits: random numbers below 2**16 for stochastic rounding; None rounds to the nearest.
-        signed: as in read_moment().
-    """
-    if scale is not None:
-        codes, new_scale = moments.to_codes(x if signed else x.sqrt(), signed, bits)
-        target.copy_(codes)
-        scale.copy_(new_scale)
-    elif target.dtype is torch.bfloat16 and bits is not None:
-        target.copy_(to_bfloat16(x, bits))
+    write(weight, chunk.weight, weight_bits)
+    if chunk.first_scale is None:
+        write(first, chunk.first, first_bits)
+        write(second, chunk.second, second_bits)
     else:
-        target.copy_(x)
+        write_codes(first, chunk.first, chunk.first_scale, codes.first, first_bits)
+        root = second.sqrt()
+        write_codes(root, chunk.second, chunk.second_scale, codes.second, second_bits)
+
+
+def read(stored: Tensor, scale: Tensor | None, codes: moments.Codes) -> Tensor:
+    """Return stored numbers in fp32."""
+    return stored.float() if scale is None else moments.decode(stored, scale, codes)
+
+
+def write(x: Tensor, target: Tensor, bits: Tensor | None) -> None:
+    """Round fp32 numbers to a target's dtype, stochastically if there are random bits."""
+    is_rounded = target.dtype is torch.bfloat16 and bits is not None
+    target.copy_(to_bfloat16(x, bits) if is_rounded else x)
+
+
+def write_codes(
+    x: Tensor, target: Tensor, scale: Tensor, codes: moments.Codes, bits: Tensor | None
+) -> None:
+    """Write fp32 numbers as 8-bit codes with their scales."""
+    stored, new_scale = moments.encode(x, codes, bits)
+    target.copy_(stored)
+    scale.copy_(new_scale)
 
 
 def step_numbers(group: dict, step: int) -> tuple[float, ...]:

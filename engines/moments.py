@@ -13,6 +13,7 @@ it is divided, before its first one.
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,30 @@ def num_blocks(width: int) -> int:
     return math.ceil(width / BLOCK)
 
 
+class Codes(NamedTuple):
+    """A set of 256 codes.
+
+    values   [256] fp32, ascending: the number between -1 and 1 that each code stands for
+    signed   whether there are negative ones
+    """
+
+    values: Tensor
+    signed: bool
+
+
+class CodesOfMoments(NamedTuple):
+    first: Codes
+    second: Codes
+
+
 @cache
-def code_values(signed: bool, device: torch.device) -> Tensor:
-    """Return [256] fp32, ascending: the number between -1 and 1 that each code stands for.
+def codes_of_moments(device: torch.device) -> CodesOfMoments:
+    """Return the codes of Adam's first moment, and of its second moment's square root."""
+    return CodesOfMoments(make_codes(True, device), make_codes(False, device))
+
+
+def make_codes(signed: bool, device: torch.device) -> Codes:
+    """Return codes on a device.
 
     Each decade has twice as many numbers as the one below it. Each number is in the middle of its
     share of the decade. Zero and one are added. With a sign, minus one takes the place of the
@@ -44,7 +66,7 @@ def code_values(signed: bool, device: torch.device) -> Tensor:
     values = [0.0, 1.0, *magnitudes]
     if signed:
         values += [-1.0, *(-x for x in magnitudes[1:])]
-    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+    return Codes(torch.tensor(sorted(values), dtype=torch.float32, device=device), signed)
 
 
 def to_blocks(rows: Tensor) -> Tensor:
@@ -54,23 +76,21 @@ def to_blocks(rows: Tensor) -> Tensor:
     return padded.view(num_rows, -1, BLOCK)
 
 
-def from_codes(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """Return the fp32 numbers [R, C] of codes [R, C] uint8 with a scale per block [R, B]."""
-    values = code_values(signed, codes.device)
-    blocks = values[to_blocks(codes).int()] * scale[:, :, None]
-    return blocks.flatten(1)[:, : codes.shape[1]]
+def decode(stored: Tensor, scale: Tensor, codes: Codes) -> Tensor:
+    """Return the fp32 numbers [R, C] that [R, C] uint8 with a scale per block [R, B] stand for."""
+    blocks = codes.values[to_blocks(stored).int()] * scale[:, :, None]
+    return blocks.flatten(1)[:, : stored.shape[1]]
 
 
-def to_codes(x: Tensor, signed: bool, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+def encode(x: Tensor, codes: Codes, bits: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return codes [R, C] uint8 and the scale per block [R, B] fp32 of numbers [R, C] fp32.
 
     With unsigned codes, positive numbers never become zero: a second moment divides.
 
     Args:
-        signed: whether x may have negative numbers.
         bits: [R, C] random numbers below 2**16 for stochastic rounding; None rounds to the nearest.
     """
-    values = code_values(signed, x.device)
+    values = codes.values
     blocks = to_blocks(x)
     scale = blocks.abs().amax(-1)
     safe_scale = torch.where(scale > 0, scale, 1.0)
@@ -80,7 +100,7 @@ def to_codes(x: Tensor, signed: bool, bits: Tensor | None) -> tuple[Tensor, Tens
     low = values[below]
     share = (fractions - low) / (values[below + 1] - low)
     threshold = 0.5 if bits is None else to_blocks(bits).float() / 2**16
-    codes = below + (share > threshold)
-    if not signed:
-        codes = torch.where(fractions > 0, codes.clamp(min=1), codes)
-    return codes.to(torch.uint8).flatten(1)[:, : x.shape[1]].contiguous(), scale
+    stored = below + (share > threshold)
+    if not codes.signed:
+        stored = torch.where(fractions > 0, stored.clamp(min=1), stored)
+    return stored.to(torch.uint8).flatten(1)[:, : x.shape[1]].contiguous(), scale

@@ -89,25 +89,27 @@ def test_bits_are_even_and_independent():
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_numbers_of_codes_are_kept(signed):
-    values = moments.code_values(signed, torch.device("cpu"))
+    table = moments.make_codes(signed, torch.device("cpu"))
+    values = table.values
     assert len(values) == 256
     assert (values.diff() > 0).all()
     rows = values[None].repeat(2, 1) * torch.tensor([[3.0], [1e-20]])
     for bits in (None, torch.full(rows.shape, 0x7FFF)):
-        codes, scale = moments.to_codes(rows, signed, bits)
+        codes, scale = moments.encode(rows, table, bits)
         assert scale.flatten().tolist() == pytest.approx([3.0, 1e-20])
-        torch.testing.assert_close(moments.from_codes(codes, scale, signed), rows)
+        torch.testing.assert_close(moments.decode(codes, scale, table), rows)
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_right_in_the_mean(signed):
     """Each number is stored 4,096 times; the bound is six standard deviations."""
+    table = moments.make_codes(signed, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(300, generator=generator) * 1e-6
     numbers = numbers if signed else numbers.abs()
 
     def stored(rows: Tensor, bits: Tensor | None) -> Tensor:
-        return moments.from_codes(*moments.to_codes(rows, signed, bits), signed)
+        return moments.decode(*moments.encode(rows, table, bits), table)
 
     rows = numbers.repeat(4096, 1)
     bits = random_bits(torch.tensor(noise_key(0, 1)), torch.tensor(0), rows) & 0xFFFF
@@ -126,17 +128,19 @@ def test_codes_are_right_in_the_mean(signed):
 
 def test_positive_second_moments_never_become_zero():
     rows = torch.tensor([[1.0, 1e-12, 0.0]])
-    stored = moments.from_codes(*moments.to_codes(rows, False, torch.zeros(1, 3).int()), False)
+    table = moments.make_codes(False, torch.device("cpu"))
+    stored = moments.decode(*moments.encode(rows, table, torch.zeros(1, 3).int()), table)
     assert stored[0, 1] > 0
     assert stored[0, 2] == 0
 
 
 def test_blocks_end_with_the_row():
     rows = torch.randn(8, 300, generator=torch.Generator().manual_seed(0))
-    codes, scale = moments.to_codes(rows, True, None)
+    table = moments.make_codes(True, torch.device("cpu"))
+    codes, scale = moments.encode(rows, table, None)
     assert codes.shape == (8, 300) and scale.shape == (8, 2)
     for row in range(8):
-        codes_alone, scale_alone = moments.to_codes(rows[row : row + 1], True, None)
+        codes_alone, scale_alone = moments.encode(rows[row : row + 1], table, None)
         assert torch.equal(codes_alone[0], codes[row])
         assert torch.equal(scale_alone[0], scale[row])
 

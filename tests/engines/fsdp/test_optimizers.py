@@ -216,7 +216,7 @@ def test_biases_of_experts_are_not_decayed_and_no_matrices_for_muon(folder):
         ),
         (
             ["optim.name={file}:bare"],
-            "unexpected keyword argument 'betas'; it is called with params, lr, betas, eps, storage by name",
+            "unexpected keyword argument 'betas'; it is called with params, lr, betas, eps, ",
         ),
         (
             ["optim.name={file}:sgd", "optim.eps=1e-6"],
