@@ -9,8 +9,8 @@ torchao has such optimizers, too. They were tried and not taken:
   of ranks gives another result.
 * Their 8-bit blocks are cut from each rank's own part, so a checkpoint cannot be loaded on another
   number of ranks. They round to the nearest code.
-* The scales of their blocks are at least 1e-12, so second moments of gradients below 1e-6 are stored
-  coarsely. After 200 steps with gradients of 1e-8, weights have moved 9 % off; here it is 1 %.
+* The scales of their blocks are at least 1e-12, so second moments of gradients below 1e-6 become
+  coarse. After 200 steps with gradients of 1e-8, weights have moved 9 % off; here it is 1 %.
 * Each parameter's step is compiled on every device, so CPUs need a C++ compiler.
 """
 
