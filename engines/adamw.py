@@ -26,13 +26,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from engines import moments
-from engines.rounding import LOW_16, noise_key, random_bits, to_bfloat16
+from engines.rounding import LOW_16, noise_key, random_bits, to_bfloat16, upper_bits
 
-# Weights of this many elements are updated at a time. Without torch.compile, each needs about 60
-# bytes of temporary memory.
+# So many elements are updated at a time. Without torch.compile, an element needs up to 100 bytes
+# of temporary memory; on a CPU they should stay in its cache.
 CHUNK_ELEMENTS = 2**24
-
-
+CPU_CHUNK_ELEMENTS = 2**18
 STATE_DTYPES = {
     "auto": None,
     "float32": torch.float32,
@@ -213,7 +212,7 @@ def update(chunk: Chunk, numbers: Tensor, codes: moments.CodesOfMoments, stochas
         # Each result needs 16 random bits: one draw is enough for two of them.
         both = random_bits(key, position, chunk.weight)
         weight_bits = both & LOW_16
-        first_bits = both >> 16
+        first_bits = upper_bits(both, 16)
         second_bits = random_bits(key.flip(0), position, chunk.weight) & LOW_16
     write(weight, chunk.weight, weight_bits)
     if chunk.first_scale is None:
@@ -307,7 +306,8 @@ def chunks_of(parameter: nn.Parameter, state: dict[str, Tensor]) -> Iterator[Chu
         as_rows(state["exp_avg_sq"]),
         *[None if scale is None else as_rows(scale) for scale in scales],
     ]
-    num_rows = max(1, CHUNK_ELEMENTS // max(1, weight.shape[1]))
+    num_elements = CPU_CHUNK_ELEMENTS if weight.device.type == "cpu" else CHUNK_ELEMENTS
+    num_rows = max(1, num_elements // max(1, weight.shape[1]))
     for start in range(0, len(weight), num_rows):
         rows = slice(start, start + num_rows)
         yield Chunk(*[None if x is None else x[rows] for x in tensors])

@@ -15,10 +15,11 @@ import hashlib
 import torch
 from torch import Tensor
 
-LOW_32 = 0xFFFFFFFF
 LOW_16 = 0xFFFF
 # As a signed 32-bit number: the upper 16 bits, which are those of a bfloat16 number.
 HIGH_16 = -(2**16)
+# Odd factors that mix bits well, as signed 32-bit numbers (lowbias32 by C. Wellons).
+FACTORS = (0x7FEB352D, 0x846CA68B - 2**32)
 
 
 def noise_key(seed: int, step: int, *names: str | int) -> tuple[int, int]:
@@ -37,23 +38,29 @@ def random_bits(key: Tensor, first: Tensor, like: Tensor) -> Tensor:
         like: a contiguous chunk of the parameter; its shape and device are used.
 
     Returns:
-        int64 numbers below 2**32, in the chunk's shape.
+        int32 numbers, in the chunk's shape.
     """
     positions = torch.arange(like.numel(), device=like.device) + first
-    bits = mix((positions ^ key[0]) & LOW_32)
-    return mix(bits ^ key[1]).view(like.shape)
+    first_key, second_key = key.to(torch.int32).unbind()
+    bits = mix(positions.to(torch.int32) ^ first_key)
+    return mix(bits ^ second_key).view(like.shape)
 
 
 def mix(x: Tensor) -> Tensor:
-    """Map 32-bit numbers one to one to others that look random (lowbias32 by C. Wellons).
+    """Map 32-bit numbers one to one to others that look random.
 
-    Products are taken modulo 2**64, and only their lower 32 bits are kept.
+    Products are taken modulo 2**32, as the arithmetic of int32 is.
     """
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & LOW_32
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & LOW_32
-    return x ^ (x >> 16)
+    x = x ^ upper_bits(x, 16)
+    x = x * FACTORS[0]
+    x = x ^ upper_bits(x, 15)
+    x = x * FACTORS[1]
+    return x ^ upper_bits(x, 16)
+
+
+def upper_bits(x: Tensor, shift: int) -> Tensor:
+    """Return x >> shift with zeros moving in from above, also for negative numbers."""
+    return (x >> shift) & (2 ** (32 - shift) - 1)
 
 
 def to_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
