@@ -360,6 +360,8 @@ RULES = {
     "optim.lr": at_least(0.0),
     "optim.betas": BETAS,
     "optim.eps": above(0.0),
+    "optim.state_dtype": one_of("auto", "float32", "bfloat16", "int8"),
+    "optim.rounding": one_of("stochastic", "nearest"),
     "optim.weight_decay": at_least(0.0),
     "optim.clip_grad": at_least(0.0),
     "optim.lr_scheduler_type": FUNCTION,

@@ -9,13 +9,14 @@ does not use as **_.
     lr      the peak learning rate
     betas   optim.betas
     eps     optim.eps
+    storage how weights and moments are rounded and stored (Storage)
 
 It returns a torch optimizer or a list of them. In every step, the engine sets the learning rate of
 all groups from the schedule. A group that was created with a learning rate other than the peak
 keeps its ratio to the peak.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -27,20 +28,31 @@ from torch.optim import Optimizer
 from common import plugins
 from config import InputError
 from configs.rules import at_least, rule
+from engines.adamw import AdamW, KeepsDtypes, Storage, first_position, local
+from engines.rounding import LOW_16, noise_key, random_bits, to_bfloat16
 
-INPUTS = ("params", "lr", "betas", "eps")
+INPUTS = ("params", "lr", "betas", "eps", "storage")
 MUON_RULES = {
     "momentum": rule("must be at least 0 and less than 1", lambda v: 0 <= v < 1),
     "ns_steps": at_least(1),
 }
 DEFAULTS = {"betas": [0.9, 0.95], "eps": 1e-8}
+STORAGE_DEFAULTS = {"rounding": "stochastic", "state_dtype": "auto"}
 
 
 def adamw(
-    params: list[dict], lr: float, *, betas: tuple[float, float], eps: float, **_
+    params: list[dict],
+    lr: float,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    storage: Storage,
+    **_,
 ) -> Optimizer:
     """AdamW (Loshchilov and Hutter 2019)."""
-    return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, fused=True)
+    if storage.suits_torch(params):
+        return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, fused=True)
+    return AdamW(params, lr, betas, eps, storage)
 
 
 def muon(
@@ -49,6 +61,7 @@ def muon(
     *,
     betas: tuple[float, float],
     eps: float,
+    storage: Storage,
     momentum: float = 0.95,
     nesterov: bool = True,
     ns_steps: int = 5,
@@ -60,64 +73,110 @@ def muon(
     """
     hidden = params[0]
     rest = params[1:]
-    kind = ShardedMuon if isinstance(hidden["params"][0], DTensor) else torch.optim.Muon
-    on_hidden = kind(
-        [hidden],
+    settings = dict(
         lr=lr,
         momentum=momentum,
         nesterov=nesterov,
         ns_steps=ns_steps,
         adjust_lr_fn="match_rms_adamw",
     )
+    first = hidden["params"][0]
+    if isinstance(first, DTensor) or not storage.suits_torch([hidden]):
+        on_hidden = ShardedMuon([hidden], storage, **settings)
+    else:
+        on_hidden = torch.optim.Muon([hidden], **settings)
     if not rest:  # adapters consist of hidden matrices only
         return [on_hidden]
-    return [on_hidden, adamw(rest, lr, betas=betas, eps=eps)]
+    return [on_hidden, adamw(rest, lr, betas=betas, eps=eps, storage=storage)]
 
 
 OPTIMIZERS = {"adamw": adamw, "muon": muon}
 
 
-class ShardedMuon(torch.optim.Muon):
-    """torch's Muon for DTensors.
+class ShardedMuon(KeepsDtypes, torch.optim.Muon):
+    """torch's Muon for DTensors, and for bfloat16 weights that are rounded stochastically.
 
     The momentum is sharded like the parameters. Each matrix is gathered, and one of the ranks that
     share it orthogonalizes it; the ranks work on different matrices. (If rows are sharded,
     DTensor's own matrix products would sum partial results in bfloat16.)
     """
 
+    def __init__(self, params: list[dict], storage: Storage, **settings):
+        super().__init__(params, **settings)
+        self.storage = storage
+        # Each parameter's place among all of this optimizer's; it tells their random bits apart.
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.places = {parameter: place for place, parameter in enumerate(parameters)}
+
     @torch.no_grad()
     def step(self, closure=None) -> None:
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                self._begin_step(parameter)
+            if not isinstance(parameters[0], DTensor):
+                for parameter in parameters:
+                    update = self._update(parameter, group).float()
+                    orthogonalize(update, group)
+                    self._apply(parameter, update, group)
+                continue
             mesh = parameters[0].device_mesh
             shard_group = mesh.get_group(mesh.ndim - 1)
             for start in range(0, len(parameters), shard_group.size()):
                 self._step_one_per_rank(parameters[start : start + shard_group.size()], group)
 
+    def _begin_step(self, parameter: Tensor) -> None:
+        """Count a parameter's step, on which its random bits depend."""
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            dtype = self.storage.state_dtype or parameter.dtype
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
+            if self._is_rounded(parameter):
+                state["step"] = torch.tensor(0.0)
+        if self._is_rounded(parameter):
+            state["step"] += 1
+
+    def _is_rounded(self, parameter: Tensor) -> bool:
+        """Return whether a parameter needs random bits, and so a count of its steps."""
+        return self.storage.stochastic and parameter.dtype is not torch.float32
+
     def _step_one_per_rank(self, parameters: list[DTensor], group: dict) -> None:
         """Update at most one matrix per rank of the group; each rank orthogonalizes one."""
         mesh = parameters[0].device_mesh
         shard_group = mesh.get_group(mesh.ndim - 1)
-        updates = [self._gather_update(parameter, group) for parameter in parameters]
+        updates = []
+        for parameter in parameters:
+            update = self._update(parameter, group).to(mesh.device_type)
+            updates.append(update.full_tensor().float())
         if shard_group.rank() < len(parameters):
             orthogonalize(updates[shard_group.rank()], group)
         for owner, (parameter, update) in enumerate(zip(parameters, updates)):
             dist.broadcast(update, group=shard_group, group_src=owner)
             whole = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim)
             own_part = whole.redistribute(placements=parameter.placements)
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(own_part.to(parameter.device))
+            self._apply(parameter, own_part.to(parameter.device), group)
 
-    def _gather_update(self, parameter: DTensor, group: dict) -> Tensor:
-        """Return the whole matrix to orthogonalize, fp32, on the accelerator if there is one."""
+    def _update(self, parameter: Tensor, group: dict) -> Tensor:
+        """Return the gradient with momentum, before it is orthogonalized."""
         momentum = group["momentum"]
-        gradient = parameter.grad
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        return update.to(parameter.device_mesh.device_type).full_tensor().float()
+        buffer = self.state[parameter]["momentum_buffer"]
+        gradient = parameter.grad.to(buffer.dtype)
+        buffer.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+
+    def _apply(self, parameter: Tensor, update: Tensor, group: dict) -> None:
+        """Decay a parameter's own part and add its part of the orthogonalized update, fp32."""
+        decay = 1 - group["lr"] * group["weight_decay"]
+        weight = local(parameter)
+        if not self._is_rounded(parameter):
+            weight.mul_(decay)
+            weight.add_(local(update))
+            return
+        step = int(self.state[parameter]["step"])
+        key = noise_key(self.storage.seed, step, "muon", self.places[parameter])
+        first = torch.tensor(first_position(parameter), device=weight.device)
+        bits = random_bits(torch.tensor(key, device=weight.device), first, weight) & LOW_16
+        weight.copy_(to_bfloat16(weight.float() * decay + local(update), bits))
 
 
 def orthogonalize(matrix: Tensor, group: dict) -> None:
@@ -130,17 +189,21 @@ def orthogonalize(matrix: Tensor, group: dict) -> None:
     matrix.copy_(step)
 
 
-def build(model: nn.Module, layers: list[nn.Module], optim: DictConfig) -> list[Optimizer]:
+def build(
+    model: nn.Module, layers: list[nn.Module], config: DictConfig, compiled: bool = False
+) -> list[Optimizer]:
     """Build the optimizers of a model's trained parameters.
 
     Args:
         model: the sharded model.
         layers: its decoder layers.
-        optim: the group `optim` of the configuration.
+        config: the configuration of the run.
+        compiled: whether low-precision updates are compiled.
 
     Raises:
         InputError: the user's own optimizer function does not return torch optimizers.
     """
+    optim = config.optim
     groups = parameter_groups(model, layers, optim.weight_decay)
     has_hidden = bool(groups[0]["params"])
     make = find_optimizer(optim)
@@ -151,6 +214,7 @@ def build(model: nn.Module, layers: list[nn.Module], optim: DictConfig) -> list[
         lr=optim.lr,
         betas=tuple(optim.betas),
         eps=optim.eps,
+        storage=Storage.of(config, compiled),
     )
     if not isinstance(optimizers, list):
         optimizers = [optimizers]
@@ -173,7 +237,7 @@ def group_settings(optimizers: list[Optimizer], optim: DictConfig) -> list[dict]
     settings = []
     for optimizer in optimizers:
         is_from_torch = type(optimizer).__module__.startswith("torch.optim")
-        changes_no_group = is_from_torch or isinstance(optimizer, ShardedMuon)
+        changes_no_group = is_from_torch or isinstance(optimizer, (ShardedMuon, AdamW))
         for group in optimizer.param_groups:
             names = group.keys() if changes_no_group else group.keys() & configured
             settings.append({name: group[name] for name in names if name != "params"})
@@ -232,3 +296,37 @@ def check_optimizer(config: DictConfig) -> None:
             raise InputError(
                 f"optim.{key}={optim[key]} has no effect with optim.name={optim.name}: leave it out"
             )
+    check_storage(config, inputs)
+
+
+def check_storage(config: DictConfig, inputs: Iterable[str]) -> None:
+    """Raise InputError for settings of the storage that the optimizer cannot keep.
+
+    Args:
+        inputs: names of the inputs that the optimizer's function reads.
+    """
+    optim = config.optim
+    for key, default in STORAGE_DEFAULTS.items():
+        setting = f"optim.{key}={optim[key]}"
+        if optim[key] == default:
+            continue
+        if config.model_engine == "megatron":
+            raise InputError(
+                f"{setting} needs model_engine=fsdp: model_engine=megatron keeps weights and "
+                "moments in fp32"
+            )
+        if "storage" not in inputs:
+            raise InputError(f"{setting} has no effect with optim.name={optim.name}: leave it out")
+    if config.model_engine == "megatron":
+        return
+    if optim.name == "muon" and optim.state_dtype == "int8":
+        raise InputError(
+            "optim.state_dtype=int8 needs optim.name=adamw: the momentum of muon has no 8-bit form"
+        )
+    weights = config.model.lora.dtype if config.model.lora.rank else config.engine.param_dtype
+    is_all_fp32 = weights == "float32" and optim.state_dtype in ("auto", "float32")
+    if optim.rounding != "stochastic" and is_all_fp32:
+        raise InputError(
+            f"optim.rounding={optim.rounding} has no effect: weights and moments are float32. "
+            "Leave it out"
+        )

@@ -8,6 +8,7 @@ from typing import Any, Self
 # Settings that earlier versions did not record, with the only values that they supported.
 IMPLIED_BY_OLD_CHECKPOINTS = {
     "optim.name": "adamw",
+    "optim.state_dtype": "16 or 32 bits",
     "model.lora": "none",
     "model.mtp.enable_train": False,
     "model.freeze": [],
@@ -100,6 +101,7 @@ def identify(config, hf_config, train) -> dict[str, Any]:
         "data.train_batch_size": config.data.train_batch_size,
         "trainer.seed": config.trainer.seed,
         "optim.name": config.optim.name,
+        "optim.state_dtype": "int8" if config.optim.state_dtype == "int8" else "16 or 32 bits",
         "data.train_files": f"{train.name[:16]} (a hash of data, tokenizer and their options)",
         "the model": f"{hf_config.model_type} of {num_layers} layers of {hf_config.hidden_size}",
     }

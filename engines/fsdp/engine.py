@@ -33,7 +33,7 @@ from engines.fsdp.packed_model import PackedModel
 from engines.fsdp.rounding import report_lost_updates
 from engines.fsdp.router_loss import RouterLoss
 from engines.fsdp.sharding import begin_micro_batch, full_tensor, reshard, shard
-from engines.fsdp.state import ModelState, future_optimizer_tensors, optimizer_tensors
+from engines.fsdp.state import ModelState, future_optimizer_sizes, optimizer_tensors
 from engines.fsdp.transforms import build_model, prepare_layers, uses_compile
 from engines.heads import Head, LogProbHead, ValueHead, call_loss
 from engines.microbatch import Layout, MicroBatch, TokenResults, lay_out
@@ -92,7 +92,9 @@ class FSDPEngine(Engine):
         self._load(head, shared_weights)
         self.optimizers = []
         if optimize:
-            self.optimizers = optimizer.build(self.model, self._layers, self.optim)
+            self.optimizers = optimizer.build(
+                self.model, self._layers, config, compiled=self._compiles_updates()
+            )
             report_lost_updates(self.model, config, device)
         self._lr_ratios = [self._lr_ratio(group) for group in self._param_groups()]
         self._flops = count_flops(self.hf, self.hf_config)
@@ -193,6 +195,11 @@ class FSDPEngine(Engine):
         row_sums = full_tensor(embedding.weight.detach().abs().sum(1)).to(self.device)
         keep_zero_padding_row(embedding, embedding.padding_row, row_sums == 0)
         self.model.train()
+
+    def _compiles_updates(self) -> bool:
+        """Return whether updates that torch has no kernel for are compiled."""
+        device_type = "cpu" if self.config.engine.cpu_offload else self.device.type
+        return uses_compile(self.config.engine, device_type)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -438,7 +445,7 @@ class FSDPEngine(Engine):
         reshard(self.model)
         self.host_memory.offload(self.tensors_of(*parts))
         optimizers = self.optimizers if "optimizer" in parts else []
-        self.host_memory.reserve(future_optimizer_tensors(optimizers))
+        self.host_memory.reserve_bytes(future_optimizer_sizes(optimizers, self.device.type))
 
     def onload(self, *parts: str) -> None:
         """Move parts back to the device after offload(). Methods that need them call this."""

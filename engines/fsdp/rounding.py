@@ -12,9 +12,13 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from engines.optimizer import OPTIMIZERS
+
 
 def report_lost_updates(model: nn.Module, config: DictConfig, device: torch.device) -> None:
-    """Print how many of the weights can change, if they are updated in 16 bits."""
+    """Print how many of the weights can change, if they are rounded to the nearest 16 bits."""
+    if config.optim.rounding == "stochastic" and config.optim.name in OPTIMIZERS:
+        return
     trained = [p for p in model.parameters() if p.requires_grad and p.dtype.itemsize == 2]
     # A rank's own part may be empty, but all ranks have the same parameters.
     if not trained:
@@ -22,11 +26,13 @@ def report_lost_updates(model: nn.Module, config: DictConfig, device: torch.devi
     lr = config.optim.lr
     share = movable_share(trained, lr, device)
     if dist.get_rank() == 0:
+        is_ours = config.optim.name in OPTIMIZERS
+        remedy = "optim.rounding=stochastic" if is_ours else "float32"
         key = "model.lora.dtype" if config.model.lora.rank else "engine.param_dtype"
         print(
             f"{key}=bfloat16: an update of optim.lr={lr:g} can change {share:.1%} of the weights; "
             "in the others it is lost in rounding, and they change only where updates are larger. "
-            f"{key}=float32 keeps every update",
+            f"{remedy} keeps them",
             flush=True,
         )
 

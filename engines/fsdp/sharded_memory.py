@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from data.images.processor import Processor
+from engines.adamw import STATE_DTYPES, moment_bytes
 from engines.context_parallel import fixed_cp_size
 from engines.fsdp import vision
 from engines.fsdp.attention import gathers_keys
@@ -119,7 +120,7 @@ def at_start_of_backward(setup: Setup) -> Estimate:
     return Estimate(
         parameters=frozen + gradients,
         gradients=gradients,
-        optimizer=moments_per_element(setup) * gradients,
+        optimizer=optimizer_bytes(setup) / num_shards,
         gathered_weights=gathered_bytes(setup),
         unreduced_gradients=unreduced_bytes(setup),
         activations=setup.num_tokens * activation_bytes_per_token(setup),
@@ -161,19 +162,22 @@ def at_end_of_backward(setup: Setup, start: Estimate) -> Estimate:
     )
 
 
-def moments_per_element(setup: Setup) -> float:
-    """Return the mean number of moments that the optimizer keeps per trained element.
+def optimizer_bytes(setup: Setup) -> int:
+    """Return the bytes of all moments.
 
-    Adam keeps two. Muon keeps one for matrices in layers, and two for other parameters. For the
-    user's own optimizer, two are assumed.
+    Adam keeps two per element. Muon keeps one for matrices in layers. For the user's own optimizer,
+    two are assumed.
     """
-    if setup.config.optim.name != "muon":
-        return 2
-    num_in_matrices = 0
-    for layer in setup.layers:
-        matrices = [p for p in layer.parameters() if p.ndim == 2 and p.requires_grad]
-        num_in_matrices += sum(p.numel() for p in matrices)
-    return 2 - num_in_matrices / sum(p.numel() for p in setup.trained)
+    in_layers = set()
+    if setup.config.optim.name == "muon":
+        for layer in setup.layers:
+            in_layers |= {p for p in layer.parameters() if p.ndim == 2}
+    state_dtype = STATE_DTYPES[setup.config.optim.state_dtype]
+    num_bytes = 0
+    for parameter in setup.trained:
+        num_moments = 1 if parameter in in_layers else 2
+        num_bytes += num_moments * moment_bytes(parameter, state_dtype)
+    return num_bytes
 
 
 def sharded_parameters(setup: Setup) -> list[nn.Parameter]:
@@ -296,11 +300,13 @@ def chunk_logits_bytes(setup: Setup) -> float:
 
 
 def checkpoint_bytes(config: DictConfig, head: Head = Head.LOG_PROBS) -> int:
-    """Return the size of a checkpoint in bytes: weights and Adam's moments.
+    """Return the size of a checkpoint in bytes: weights and Adam's two moments.
 
     With adapters, only the adapters and their moments are saved.
     """
     hf, adapted_layers = build_model(config, head)
     trained = [p for p in hf.parameters() if p.requires_grad]
     saved = trained if adapted_layers else hf.state_dict().values()
-    return sum(tensor.nbytes for tensor in saved) + 2 * sum(p.nbytes for p in trained)
+    state_dtype = STATE_DTYPES[config.optim.state_dtype]
+    of_moments = 2 * sum(moment_bytes(p, state_dtype) for p in trained)
+    return sum(tensor.nbytes for tensor in saved) + of_moments

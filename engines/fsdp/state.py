@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from engines.adamw import KeepsDtypes, local, moment_bytes
 from engines.fsdp.sharding import full_tensor
 from engines.model import lora
 from engines.model.classifier import value_head_name
@@ -133,8 +134,10 @@ def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[T
                     yield value
 
 
-def future_optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Tensor]:
-    """Yield tensors that have the size of the states that the first step will create.
+def future_optimizer_sizes(
+    optimizers: Iterable[torch.optim.Optimizer], device_type: str
+) -> Iterator[int]:
+    """Yield the sizes in bytes of the moments that the first step will create on a type of device.
 
     Adam has two moments per parameter, Muon has one. For the user's own optimizer, two are assumed.
     """
@@ -142,6 +145,10 @@ def future_optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Ite
         if optimizer.state:
             continue
         num_moments = 1 if isinstance(optimizer, torch.optim.Muon) else 2
+        state_dtype = None
+        if isinstance(optimizer, KeepsDtypes):
+            state_dtype = optimizer.storage.state_dtype
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                yield from [parameter] * num_moments
+                if parameter.device.type == device_type:
+                    yield from [moment_bytes(local(parameter), state_dtype)] * num_moments

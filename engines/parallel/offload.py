@@ -47,8 +47,11 @@ class HostMemory:
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
         """Pin enough host memory, in the background, to hold these tensors too."""
-        num_bytes = self.num_bytes
-        num_bytes += sum(tensor.nbytes + MIN_BYTES for tensor in self._on_device(tensors))
+        self.reserve_bytes(tensor.nbytes for tensor in self._on_device(tensors))
+
+    def reserve_bytes(self, sizes: Iterable[int]) -> None:
+        """Pin enough host memory, in the background, to hold tensors of these sizes, too."""
+        num_bytes = self.num_bytes + sum(size + MIN_BYTES for size in sizes)
         while len(self.parts) * PART_BYTES < num_bytes:
             part = self.background.submit(
                 torch.empty,

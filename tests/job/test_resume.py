@@ -57,6 +57,11 @@ from job.resume import choose_checkpoint, find_resume
             "with model.freeze=[], now it is ['visual']: set it back, or start a new run",
         ),
         (
+            [],
+            {"optim.state_dtype": "int8"},
+            "with optim.state_dtype=16 or 32 bits, now it is int8: set it back, or start a new run",
+        ),
+        (
             ["model.lora.rank=4", "model.lora.adapter_path=new"],
             {},
             "adapter_path=new is only for the start of a run",
@@ -139,6 +144,7 @@ def test_older_checkpoints_lack_settings_that_had_one_value(tmp_path):
         "algorithm.adv_estimator": "gae",
         "critic": True,
         "optim.name": "adamw",
+        "optim.state_dtype": "16 or 32 bits",
         "model.lora": "none",
         "model.mtp.enable_train": False,
         "model.freeze": [],

@@ -40,6 +40,7 @@ SETTINGS = [
     "rollout.kv_cache_gib=0.05",
     "rollout.max_tokens=12",
     "rollout.max_episode_tokens=2000",
+    "rollout.episode_workers=1",  # each imports its client, which takes seconds
     # The model has learned its replies in seconds: it is not as sure as it could be.
     "rollout.temperature=0.1",
     f"reward.max_failure_rate={MAX_FAILURE_RATE}",

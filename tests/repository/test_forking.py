@@ -238,7 +238,7 @@ def test_a_function_that_returns_no_optimizer_is_rejected(fork, tmp_path):
     config = fork("A schedule", "optim.name=wrong.py:wrong")
     message = "optim.name=wrong.py:wrong returned"
     with pytest.raises(InputError, match=message):
-        optimizer.build(torch.nn.Linear(2, 2), [], config.optim)
+        optimizer.build(torch.nn.Linear(2, 2), [], config)
 
 
 def test_a_schedule(fork):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from config import InputError, load
 from engines import optimizer, schedule
+from engines.adamw import Storage
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.fsdp.engine import FSDPEngine
 from engines.memory import GIB
@@ -26,6 +27,8 @@ from tests.support.plain import (
     worst,
 )
 from tests.support.training import digest, gather, make_tokenizer
+
+STORAGE = Storage(state_dtype=None, stochastic=True, seed=0, compiled=False)
 
 
 @worker_case(1, 2, 4)
@@ -48,7 +51,7 @@ def muon_steps(folder: Path, device: torch.device) -> dict[str, float]:
         whole = [torch.nn.Parameter(torch.randn(size, generator=g)) for size in sizes]
         parts = [torch.nn.Parameter(distribute_tensor(p.detach(), mesh, placements)) for p in whole]
         settings = dict(lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-        optimizers = [torch.optim.Muon(whole, **settings), ShardedMuon(parts, **settings)]
+        optimizers = [torch.optim.Muon(whole, **settings), ShardedMuon(parts, STORAGE, **settings)]
         for lr in (0.1, 0.05, 0.02):
             for p, part in zip(whole, parts):
                 p.grad = torch.randn(p.shape, generator=g)
@@ -83,7 +86,7 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest(folder):
     found = optimizer.build(
         model,
         model.model.layers,
-        make_config(folder, "optim.name=muon", "optim.kwargs.momentum=0.5").optim,
+        make_config(folder, "optim.name=muon", "optim.kwargs.momentum=0.5"),
     )
     names = {id(p): name for name, p in model.named_parameters()}
     muon, adamw = found
@@ -98,7 +101,7 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest(folder):
     model.model.requires_grad_(False)
     for name in OPTIMIZERS:  # nothing is left for Muon
         (alone,) = optimizer.build(
-            model, model.model.layers, make_config(folder, f"optim.name={name}").optim
+            model, model.model.layers, make_config(folder, f"optim.name={name}")
         )
         assert isinstance(alone, torch.optim.AdamW)
         assert alone.param_groups[0]["params"] == [model.lm_head.weight]
@@ -179,7 +182,7 @@ def test_muon_resumes_and_has_one_moment(results, folder, world):
 def test_biases_of_experts_are_not_decayed_and_no_matrices_for_muon(folder):
     hf = plain_model(folder / "gpt_oss")
     muon, adamw = optimizer.build(
-        hf, hf.model.layers, make_config(folder, "optim.name=muon", "optim.weight_decay=0.5").optim
+        hf, hf.model.layers, make_config(folder, "optim.name=muon", "optim.weight_decay=0.5")
     )
     names = {id(p): name for name, p in hf.named_parameters()}
     decayed = {
@@ -213,7 +216,7 @@ def test_biases_of_experts_are_not_decayed_and_no_matrices_for_muon(folder):
         ),
         (
             ["optim.name={file}:bare"],
-            "unexpected keyword argument 'betas'; it is called with params, lr, betas, eps by name",
+            "unexpected keyword argument 'betas'; it is called with params, lr, betas, eps, ",
         ),
         (
             ["optim.name={file}:sgd", "optim.eps=1e-6"],

@@ -9,6 +9,8 @@ from tests.engines.fsdp.cases import build
 pytestmark = pytest.mark.usefixtures("process_group")
 
 CPU = torch.device("cpu")
+BF16 = ["engine.param_dtype=bfloat16", "engine.compute_dtype=bfloat16"]
+ADAPTERS = ["model.lora.rank=4", "model.lora.dtype=bfloat16"]
 
 
 def test_weights_move_if_the_next_bfloat16_number_is_near():
@@ -37,13 +39,15 @@ def test_the_share_is_what_an_optimizer_moves():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (["engine.param_dtype=bfloat16", "engine.compute_dtype=bfloat16"], "engine.param_dtype"),
-        (["model.lora.rank=4", "model.lora.dtype=bfloat16"], "model.lora.dtype"),
+        ([*BF16, "optim.rounding=nearest"], "engine.param_dtype"),
+        ([*ADAPTERS, "optim.rounding=nearest"], "model.lora.dtype"),
+        (BF16, None),
+        (ADAPTERS, None),
         (["model.lora.rank=4"], None),
         ([], None),
     ],
 )
-def test_a_run_in_16_bits_reports_the_share(folder, capfd, settings, message):
+def test_rounding_to_the_nearest_reports_the_share(folder, capfd, settings, message):
     build(folder / "qwen3", CPU, more=settings)
     printed = [line for line in capfd.readouterr().out.splitlines() if "rounding" in line]
     assert len(printed) == (1 if message else 0)

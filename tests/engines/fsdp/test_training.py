@@ -482,7 +482,7 @@ def test_norms_and_biases_are_not_decayed(folder):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    settings = make_config(folder, "optim.lr=0.1", "optim.weight_decay=0.5").optim
+    settings = make_config(folder, "optim.lr=0.1", "optim.weight_decay=0.5")
     (adamw,) = optimizer.build(model, model.model.layers, settings)
     adamw.step()
     kept = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}

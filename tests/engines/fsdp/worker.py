@@ -21,6 +21,7 @@ from tests.engines.fsdp import (  # noqa: F401  they register their cases
     test_freezing,
     test_memory,
     test_optimizers,
+    test_storage,
     test_training,
 )
 from tests.engines.fsdp.cases import REGISTRY
