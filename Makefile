@@ -11,7 +11,7 @@ REQUIREMENTS := $(shell if nvidia-smi >/dev/null 2>&1; then echo requirements.tx
 endif
 PIP := .venv/bin/python -m pip install --disable-pip-version-check -qq
 
-.PHONY: help .venv demo-assets demo demo-images demo-tools quickstart test quick soak lint clean
+.PHONY: help .venv demo-assets demo demo-images demo-tools quickstart test thorough quick soak lint clean
 .DEFAULT_GOAL := help
 
 help:               ## this list
@@ -91,8 +91,13 @@ quickstart: $(filter .venv,$(VENV))  ## SFT of a pretrained model, SmolLM2-135M,
 	@echo "    python train_sft.py configs/demo/quickstart.yaml model.path=Qwen/Qwen3-0.6B output_dir=runs/quickstart/qwen3"
 	@echo "    python examples/reasoning.py ask runs/quickstart/qwen3/hf runs/quickstart/val.jsonl"
 
-test: $(filter .venv,$(VENV))         ## all tests, and the ten slowest; none found is a failure too
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 10 tests
+PYTEST := $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 10
+
+test: $(filter .venv,$(VENV))         ## all tests but those of `make thorough`, and the ten slowest; none found is a failure too
+	$(PYTEST) -m "not thorough" tests
+
+thorough: $(filter .venv,$(VENV))     ## further layouts, benchmarks and other packages' clients: 15 minutes
+	$(PYTEST) -m thorough tests
 
 quick: $(filter .venv,$(VENV))        ## the tests that start no torchrun: 100 seconds
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow" --durations 10 tests

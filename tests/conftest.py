@@ -38,9 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ShowFailures(config))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from tests.support.scheduling import is_long
+    from tests.support.thorough import mark_thorough
 
+    mark_thorough(items)
     items.sort(key=lambda item: not is_long(item.nodeid.partition("::")[0]))
 
 

@@ -195,9 +195,16 @@ NOT_RUN = {
 TORCHRUN_OPTIONS = ("--standalone", "--nproc-per-node")
 
 
+def selected_scripts(items: list[pytest.Item]) -> list[str]:
+    """Return the scripts whose tests are selected."""
+    tests = [item for item in items if item.path == Path(__file__)]
+    names = [test.callspec.params.get("name") for test in tests if hasattr(test, "callspec")]
+    return [name for name in SMOKES if name in names]
+
+
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory) -> dict[str, str]:
-    """Return what each script prints. After the first ones, two run at a time."""
+def outputs(request, tmp_path_factory) -> dict[str, str]:
+    """Return what each selected script prints. After the first ones, two run at a time."""
     folder = tmp_path_factory.mktemp("benchmarks")
     run([sys.executable, "examples/arithmetic.py", "build", folder / "demo"])
     values = {
@@ -214,7 +221,7 @@ def outputs(tmp_path_factory) -> dict[str, str]:
         return run([sys.executable, BENCHMARKS / name, *arguments], cwd=folder).stdout
 
     printed = {name: smoke(name) for name in FIRST}
-    others = [name for name in SMOKES if name not in FIRST]
+    others = [name for name in selected_scripts(request.session.items) if name not in FIRST]
     with ThreadPoolExecutor(2) as pool:
         printed.update(zip(others, pool.map(smoke, others)))
     return printed

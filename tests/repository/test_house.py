@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from config import load
-from tests.support.launch import ROOT
+from tests.support.launch import ROOT, run
+from tests.support.thorough import THOROUGH, entry_of
 
 # A module imports from its own room and from rooms of a lower level.
 LEVELS = {
@@ -174,3 +176,15 @@ def test_no_modules_import_each_other_in_a_circle():
         for path in free:
             del remaining[path]
     assert not remaining, f"in a circle: {[relative(path) for path in remaining]}"
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_every_entry_of_the_thorough_tests_exists():
+    files = sorted({pattern.partition("::")[0] for pattern in THOROUGH})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files]
+    printed = run(command).stdout
+    entries = {entry_of(line) for line in printed.splitlines() if "::" in line} - {None}
+    for pattern, cases in THOROUGH.items():
+        found = {case for name, case in entries if name == pattern}
+        assert found == set(cases) if cases else found

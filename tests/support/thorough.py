@@ -1,0 +1,113 @@
+"""The tests that `make test` leaves to `make thorough`.
+
+They take long, and what they catch is mostly caught by a quicker test, too: further layouts of
+something that runs in several, and scripts and packages that change rarely. `make test` has to end
+in time on slow machines. `make thorough` runs these alone; run it before a release, and after a
+change of what they test.
+"""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+import pytest
+
+# Test, or a pattern -> the cases, as they stand in brackets after its name; None: all.
+THOROUGH: dict[str, Iterable[str] | None] = {
+    # They install other packages, and wait for those to start.
+    "tests/repository/test_docs_clients.py::test_a_client_plays": None,
+    # Scripts that start several processes.
+    "tests/repository/test_benchmarks.py::test_a_benchmark_runs_*": (
+        "episodes_gpu.py",
+        "grpo_vs_trl.py",
+        "long_tails.py",
+        "memory_h200.py",
+        "precision.py",
+        "resume.py",
+        "routing_replay.py",
+        "scaling.py",
+        "sft_vs_trl.py",
+        "tokenize_speed.py",
+    ),
+    # Estimates of every model on every GPU, and runs of every recipe.
+    "tests/repository/test_what_fits.py::test_the_page_has_the_tables_that_are_printed": None,
+    "tests/repository/test_tools.py::test_both_recipes_run_with_a_small_model": None,
+    "tests/repository/test_game.py::test_both_recipes_run_with_a_small_model": None,
+    "tests/repository/test_self_play.py::test_both_players_learn_*": None,
+    # Layouts that the engines' own tests compare, too.
+    "tests/reward_models/test_train_rm.py::test_losses_and_gradients_do_not_*": (
+        "pairs-large micro-batches",
+        "pairs-dynamic context parallel",
+        "pairs-Megatron CP",
+        "margins-2 ranks",
+        "lora-Megatron TP",
+        "scores-2 ranks",
+    ),
+    "tests/reward_models/test_train_rm.py::test_peft_loads_*": ("Megatron TP",),
+    "tests/reward_models/test_train_rm.py::test_kill_and_resume_*": (
+        "engine1",
+        "engine2",
+    ),
+    "tests/preferences/test_train_dpo.py::test_losses_and_gradients_do_not_*": (
+        "dpo-dynamic context parallel",
+        "dpo-large micro-batches, cached",
+        "dpo-Megatron CP",
+        "lora-Megatron TP",
+        "mixture of experts-Megatron",
+    ),
+    "tests/rl/test_reward_model.py::test_scores_are_those_of_transformers": (
+        "another tokenizer, 2 ranks",
+        "one vLLM for 2 ranks",
+        "context parallel",
+        "Megatron",
+        "Megatron TP",
+        "partial",
+        "adapters",
+        "parts, gdpo",
+    ),
+    "tests/rl/test_routing_replay.py::test_every_token_has_its_experts": (
+        "partial",
+        "partial episodes",
+        "vllm tp2",
+        "adapters",
+    ),
+    "tests/rl/test_partial_episode_runs.py::test_with_the_same_weights_*": (
+        "two replicas",
+        "tp",
+    ),
+    "tests/rl/test_partial_runs.py::test_with_the_same_weights_*": (
+        "tp",
+        "two replicas",
+    ),
+    "tests/rl/test_partial_runs.py::test_responses_to_pictures_continue": None,
+    "tests/rl/test_episode_runs.py::test_other_layouts_*": (
+        "Megatron",
+        "LoRA",
+    ),
+    "tests/rollout/test_adapters.py::test_*": ("merged_tp2", "shared_replicated"),
+    "tests/rollout/test_routes.py::test_vllm_records_the_experts_of_every_token": (
+        "grouped",
+        "preempted",
+    ),
+    "tests/rollout/test_partial_reference.py::test_*": (
+        "episodes, tp",
+        "tp",
+        "replicas",
+    ),
+}
+
+
+def entry_of(test_id: str) -> tuple[str, str] | None:
+    """Return the entry of a test, such as tests/a/test_b.py::test_c[case], and its case."""
+    name, _, case = test_id.partition("[")
+    case = case.removesuffix("]")
+    for pattern, cases in THOROUGH.items():
+        if fnmatchcase(name, pattern) and (cases is None or case in cases):
+            return pattern, case
+    return None
+
+
+def mark_thorough(items: list[pytest.Item]) -> None:
+    """Mark the tests among the collected ones."""
+    for item in items:
+        if entry_of(item.nodeid):
+            item.add_marker(pytest.mark.thorough)
