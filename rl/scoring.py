@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,7 @@ class RewardModel:
         """
         lengths = torch.zeros(len(samples), dtype=torch.int64)
         lengths[samples.held] = torch.tensor([len(part) + 1 for part in ids], dtype=torch.int64)
-        tokens = torch.tensor(sum(ids, []), dtype=torch.int64)
+        tokens = torch.tensor(list(chain.from_iterable(ids)), dtype=torch.int64)
         conversations = replace(
             samples,
             batch=with_score_tokens(tokens, [len(part) for part in ids]),
