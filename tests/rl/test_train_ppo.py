@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -283,17 +284,18 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def layouts(alone, assets, tmp_path_factory):
-    """Output directories by layout, beside that of one rank."""
+    """Return a function: name of a layout -> its output directory. A layout runs once."""
     directories = {"1 rank": alone("layout1")[0], "1 rank, LoRA": alone("lora1")[0]}
-    for name, (ranks, more) in LAYOUTS.items():
-        directories[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
-        launch(
-            ranks,
-            "train_ppo.py",
-            *layout(assets, directories[name], *more),
-            fresh=name == "2 ranks",
-        )
-    return directories
+
+    def directory_of(name: str) -> Path:
+        if name not in directories:
+            ranks, more = LAYOUTS[name]
+            out = directories[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
+            settings = layout(assets, out, *more)
+            launch(ranks, "train_ppo.py", *settings, fresh=name == "2 ranks")
+        return directories[name]
+
+    return directory_of
 
 
 def steps(out):
@@ -347,11 +349,11 @@ def screen(sent):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_nothing_that_is_learned_depends_on_the_layout(layouts, name):
-    rank = layouts["1 rank, LoRA" if "LoRA" in name else "1 rank"]
+    rank = layouts("1 rank, LoRA" if "LoRA" in name else "1 rank")
     one = steps(rank)
-    many = steps(layouts[name])
+    many = steps(layouts(name))
     assert [m["step"] for m in many] == [0, 1, 2, 3]
-    assert rollouts(layouts[name])["step_1.jsonl"] == rollouts(rank)["step_1.jsonl"]
+    assert rollouts(layouts(name))["step_1.jsonl"] == rollouts(rank)["step_1.jsonl"]
     for a, b in zip(one, many, strict=True):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-6)
     assert all(m["actor/grad_norm"] > 0.1 and abs(m["actor/pg_loss"]) > 0.01 for m in one[1:])
@@ -359,7 +361,7 @@ def test_nothing_that_is_learned_depends_on_the_layout(layouts, name):
     assert all(0 < m["rollout_corr/log_prob_gap"] < 1e-4 for m in many[1:]), (
         "of vLLM with TP 1 and 2, after updates too"
     )
-    lines = metrics(layouts[name])[1:] if SHARING[0] in LAYOUTS[name][1] else []
+    lines = metrics(layouts(name))[1:] if SHARING[0] in LAYOUTS[name][1] else []
     for line in lines:
         tokens = {key: x for key, x in line.items() if key.startswith("perf/cp_")}
         assert 0.5 < line["perf/plan_efficiency"] <= 1
@@ -370,8 +372,8 @@ def test_nothing_that_is_learned_depends_on_the_layout(layouts, name):
 
 
 def test_a_run_leaves_what_it_promises(layouts, assets):
-    out = layouts["1 rank"]
-    lines = metrics(layouts["1 rank"])
+    out = layouts("1 rank")
+    lines = metrics(layouts("1 rank"))
     assert sorted(rollouts(out)) == ["step_1.jsonl", "step_2.jsonl", "step_3.jsonl"]
     assert checkpoints(out) == ["latest", "step_00000003"]
     assert (out / "report.png").stat().st_size > 10_000
@@ -416,7 +418,7 @@ def test_responses_are_shown_and_written_beside_the_true_answers(layouts, alone,
     assert sorted(rollouts(out, "validation")) == ["step_0.jsonl", "step_3.jsonl"]
     assert (
         rollouts(out, "validation")["step_0.jsonl"]
-        == rollouts(layouts["4 ranks"], "validation")["step_0.jsonl"]
+        == rollouts(layouts("2 ranks"), "validation")["step_0.jsonl"]
     )
     for step, line in ((0, metrics(out)[0]), (3, metrics(out)[-1])):
         written = rollout_lines(out, step, "validation")
@@ -467,7 +469,7 @@ def test_one_bar_per_generation_which_disappears(alone):
 
 def test_the_export_is_the_policy_that_was_trained(layouts, assets):
     """Its greedy responses score as in the last validation, and not as in the first."""
-    out = layouts["1 rank"]
+    out = layouts("1 rank")
     letters = {}
     exec(REWARDS, letters)
     model = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32)

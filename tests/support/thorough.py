@@ -33,6 +33,21 @@ THOROUGH: dict[str, Iterable[str] | None] = {
     "tests/repository/test_tools.py::test_both_recipes_run_with_a_small_model": None,
     "tests/repository/test_game.py::test_both_recipes_run_with_a_small_model": None,
     "tests/repository/test_self_play.py::test_both_players_learn_*": None,
+    # Combinations of layouts that are tested one by one, too.
+    "tests/engines/test_megatron.py::test_*": (
+        "4-auto_moe_tp2_ep4",
+        "4-auto_padded",
+        "4-auto_tp2_full",
+        "4-moe_tp2_ep4",
+        "4-tp4",
+    ),
+    "tests/engines/fsdp/test_training.py::test_*": (
+        "4-auto_padded",
+        "4-auto_sliding_window",
+        "4-auto_without_heads_for_two",
+        "4-lora_hybrid_cp2",
+    ),
+    "tests/rl/test_train_ppo.py::test_nothing_that_is_learned_*": ("4 ranks",),
     # Layouts that the engines' own tests compare, too.
     "tests/reward_models/test_train_rm.py::test_losses_and_gradients_do_not_*": (
         "pairs-large micro-batches",
