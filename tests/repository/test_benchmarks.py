@@ -141,8 +141,8 @@ SMOKES = {
     ),
     "precision.py": Smoke(
         "MODEL DATA data.train_batch_size=8 --steps 2 --lrs 1e-5 --ways bf16-int8 --out precision",
-        r"\| 1e-5 \| fp32 \| \d+\.\d% \| 1\.000 \| 1\.000 \| (\d\.\d\d)\d\d, \d\.\d{4} \|\n"
-        r"\| 1e-5 \| bf16, .* \| \d+\.\d% \| 0\.9\d\d \| \d\.\d{3} \| \1\d\d, \d\.\d{4} \|\n",
+        r"\| 1e-5 \| fp32 \| \d+\.\d% \| 1\.000 \| 1\.000 \| (\d\.\d)\d{3}, \d\.\d{4} \|\n"
+        r"\| 1e-5 \| bf16, .* \| \d+\.\d% \| 0\.9\d\d \| \d\.\d{3} \| \1\d{3}, \d\.\d{4} \|\n",
     ),
     "tokenize_speed.py": Smoke(
         "--rows 20 --pairs 1 --tokenizer MODEL",
