@@ -11,7 +11,7 @@ from engines.model.experts import experts_per_token
 from engines.model.hf import read_hf_config
 from engines.model.quirks import RECURRENT_LAYER_TYPES
 from engines.parallel.device import capacity
-from rollout.vllm import adapters, image_prompts, routing, speculation
+from rollout.vllm import adapters, image_prompts, quantization, routing, speculation
 from rollout.vllm.capacity import CPU_KV_CACHE_GIB, max_num_seqs
 from rollout.vllm.sampling import NUM_TIES, sampling_groups
 from rollout.vllm.versions import SUPPORTED, installed_version
@@ -111,6 +111,7 @@ def model_arguments(config: DictConfig, is_tied: bool = False) -> dict:
         "max_logprobs": num_logprobs,
         "seed": config.trainer.seed % 2**32,
         **modality_arguments(hf_config, is_tied, config.model.images),
+        **quantization.quantization_arguments(config),
     }
 
 

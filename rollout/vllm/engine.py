@@ -32,6 +32,7 @@ from rollout.vllm.image_prompts import (
     enqueue_image_prompts,
     find_placeholder_ids,
 )
+from rollout.vllm.quantization import is_quantized
 from rollout.vllm.routing import RouteRecorder
 from rollout.vllm.sampling import (
     RequestSampling,
@@ -143,7 +144,9 @@ class Rollout:
             self.lora_request = adapters.lora_request()
             self.needed = {"base", "adapter"}
         names = vllm_weight_names(Path(config.model.path), config.model.images)
-        self.sync = WeightSync(self.llm, self.device.type, names, self.adapter, self.drafter)
+        self.sync = WeightSync(
+            self.llm, self.device.type, names, self.adapter, self.drafter, is_quantized(config)
+        )
         if read_hf_config(config.model.path).tie_word_embeddings:
             self.sync.untie_output_matrix(vllm_model)
         self.awake = set(PARTS)

@@ -21,16 +21,19 @@ class WeightSync:
         vllm_names: dict[str, str | None],
         adapter: Adapter | None,
         drafter: str | None,
+        is_quantized: bool = False,
     ):
         """
         Args:
             vllm_names: As returned by `weight_names.vllm_weight_names`.
+            is_quantized: Whether vLLM quantizes the weights that it gets.
         """
         self.llm = llm
         self.device_type = device_type
         self.vllm_names = vllm_names
         self.adapter = adapter
         self.drafter = drafter
+        self.is_quantized = is_quantized
         # Whether vLLM's output matrix needs a copy of the embedding's weights.
         self.needs_output_matrix = False
 
@@ -74,7 +77,7 @@ class WeightSync:
 
     def load_model(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Load the weights into vLLM's model in the way that works on this device."""
-        if self.device_type == "cuda":
+        if self.device_type == "cuda" and not self.is_quantized:
             # This copies in place, and is ten times as fast as reload_weights.
             def load_in_place(model) -> None:
                 model.load_weights(weights)
@@ -83,5 +86,6 @@ class WeightSync:
             return
         if self.device_type == "cpu":
             self.llm.apply_model(cpu.forget_packed_experts)
-        # On a CPU, vLLM packs linear layers after loading. reload_weights packs them again.
+        # On a CPU, vLLM packs linear layers after loading; reload_weights packs them again. It also
+        # quantizes them again, into the same memory.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
