@@ -409,6 +409,7 @@ RULES = {
     "rollout.partial.max_staleness": at_least(0),
     "rollout.partial.on_stale": one_of("finish", "drop"),
     "rollout.quantization": one_of("none", "fp8"),
+    "rollout.kv_cache_dtype": one_of("auto", "fp8"),
     "rollout.share_base": one_of("auto", "always", "never"),
     "rollout.episode": optional(str, FUNCTION),
     "rollout.episode_python": optional(str, PATH),

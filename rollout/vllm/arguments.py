@@ -111,7 +111,7 @@ def model_arguments(config: DictConfig, is_tied: bool = False) -> dict:
         "max_logprobs": num_logprobs,
         "seed": config.trainer.seed % 2**32,
         **modality_arguments(hf_config, is_tied, config.model.images),
-        **quantization.quantization_arguments(config),
+        **quantization.weight_arguments(config),
     }
 
 
@@ -168,7 +168,7 @@ def memory_arguments(config: DictConfig, host: Host) -> dict:
         kv_cache_gib = CPU_KV_CACHE_GIB
     if kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-    return arguments
+    return arguments | quantization.cache_arguments(config)
 
 
 def batch_arguments(config: DictConfig, num_seqs: int, max_model_len: int) -> dict:

@@ -14,7 +14,7 @@ from engines.model.hf import build_on_meta, read_hf_config
 from engines.model.lengths import longest_sequence
 from engines.model.shape import attention_widths, head_dim
 from engines.planning import round_up
-from rollout.vllm.quantization import is_quantized, quantized_parameters
+from rollout.vllm.quantization import has_fp8_cache, is_quantized, quantized_parameters
 
 CPU_KV_CACHE_GIB = 1.0
 MAX_NUM_SEQS = 1024
@@ -109,7 +109,7 @@ def kv_bytes_per_token(config: DictConfig, shape) -> int:
     dim = head_dim(shape)
     key_width = attention_widths(shape)[1]
     width_on_rank = max(dim, key_width // dim // config.rollout.tensor_parallel_size * dim)
-    itemsize = getattr(torch, config.engine.compute_dtype).itemsize
+    itemsize = 1 if has_fp8_cache(config) else getattr(torch, config.engine.compute_dtype).itemsize
     return 2 * shape.num_hidden_layers * width_on_rank * itemsize
 
 

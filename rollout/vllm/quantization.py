@@ -1,8 +1,11 @@
-"""rollout.quantization: vLLM's linear layers multiply in 8-bit floating point (FP8).
+"""rollout.quantization and rollout.kv_cache_dtype: 8-bit floating point (FP8) in vLLM.
 
-vLLM quantizes the trainer's weights itself, anew in every update, with one scale per output channel
+With rollout.quantization, vLLM's linear layers multiply in FP8. vLLM quantizes the trainer's weights itself, anew in every update, with one scale per output channel
 of a weight and one per token of the activations. Embedding, output matrix and norms keep the
 compute dtype.
+
+With rollout.kv_cache_dtype, keys and values are stored in FP8, with a scale of 1. Some models' keys
+do not fit: see rl/updates.py, check_fp8_kv_cache().
 
 Responses then come from a policy that differs a little from the trainer's, so
 algorithm.rollout_is has to correct for it.
@@ -26,9 +29,18 @@ def is_quantized(config: DictConfig) -> bool:
     return config.rollout.quantization != "none"
 
 
-def quantization_arguments(config: DictConfig) -> dict:
-    """Return the arguments of `vllm.LLM` for the quantization."""
+def has_fp8_cache(config: DictConfig) -> bool:
+    return config.rollout.kv_cache_dtype == "fp8"
+
+
+def weight_arguments(config: DictConfig) -> dict:
+    """Return the arguments of `vllm.LLM` for weights in FP8."""
     return {"quantization": VLLM_NAME} if is_quantized(config) else {}
+
+
+def cache_arguments(config: DictConfig) -> dict:
+    """Return the arguments of `vllm.LLM` for a KV cache in FP8."""
+    return {"kv_cache_dtype": "fp8"} if has_fp8_cache(config) else {}
 
 
 def quantized_parameters(hf: nn.Module) -> int:
@@ -46,14 +58,26 @@ def quantized_parameters(hf: nn.Module) -> int:
 
 
 def check_quantization(config: DictConfig) -> None:
-    """Raise InputError for settings that do not work with rollout.quantization."""
-    if not is_quantized(config):
-        return
-    setting = f"rollout.quantization={config.rollout.quantization}"
+    """Raise InputError for settings that do not work with FP8 in vLLM."""
+    rollout = config.rollout
+    if is_quantized(config):
+        setting = f"rollout.quantization={rollout.quantization}"
+        check_setting(config, setting)
+        if expert_weights(build_on_meta(read_hf_config(config.model.path), torch.float32)):
+            raise InputError(f"{setting} does not work with mixtures of experts yet: leave it out")
+    if has_fp8_cache(config):
+        check_setting(config, f"rollout.kv_cache_dtype={rollout.kv_cache_dtype}")
+
+
+def check_setting(config: DictConfig, setting: str) -> None:
+    """Check what weights and a KV cache in FP8 both need.
+
+    Args:
+        setting: "key=value".
+    """
     if config.engine.compute_dtype != "bfloat16":
         raise InputError(
-            f"{setting} needs engine.compute_dtype=bfloat16, not {config.engine.compute_dtype}: "
-            "vLLM quantizes only weights in 16 bits"
+            f"{setting} needs engine.compute_dtype=bfloat16, not {config.engine.compute_dtype}"
         )
     if config.algorithm.rollout_is == "none":
         raise InputError(
@@ -66,8 +90,6 @@ def check_quantization(config: DictConfig) -> None:
         raise InputError(
             f"{setting} does not work with model.mtp.enable_rollout=true yet: leave out one"
         )
-    if expert_weights(build_on_meta(read_hf_config(config.model.path), torch.float32)):
-        raise InputError(f"{setting} does not work with mixtures of experts yet: leave it out")
     check_accelerator(setting)
 
 
@@ -76,10 +98,9 @@ def check_accelerator(setting: str) -> None:
     if not torch.accelerator.is_available():
         return
     if torch.accelerator.current_accelerator().type != "cuda":
-        raise InputError(f"{setting} needs NVIDIA GPUs: set rollout.quantization=none")
+        raise InputError(f"{setting} needs NVIDIA GPUs: leave it out")
     if torch.cuda.get_device_capability() < MIN_CAPABILITY:
         raise InputError(
             f"{setting}: {torch.cuda.get_device_name()} has no FP8 instructions; Hopper (H100) and "
-            "Ada (L40S) have: set rollout.quantization=none"
+            "Ada (L40S) have: leave it out"
         )
-
