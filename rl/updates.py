@@ -55,7 +55,7 @@ def check_fp8_kv_cache(share: Share, trainer_log_probs: Tensor, group: dist.Proc
     gap = (totals[0] / totals[1].clamp(min=1)).item()
     if not gap <= MAX_FP8_GAP:
         raise InputError(
-            f"rollout.kv_cache_dtype=fp8: vLLM's log-probabilities of its responses differ from the "
+            "rollout.kv_cache_dtype=fp8: vLLM's log-probabilities of its responses differ from the "
             f"trainer's by {gap:.2g} nats on average, and 8 bits explain at most {MAX_FP8_GAP:g}: "
             "they do not suffice for this model's keys and values; set rollout.kv_cache_dtype=auto"
         )

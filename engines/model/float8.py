@@ -143,11 +143,10 @@ def linear_layers(hf: nn.Module) -> dict[str, nn.Linear]:
 
 def chosen_layers(hf: nn.Module, excluded: Iterable[str]) -> dict[str, nn.Linear]:
     """Return the layers that multiply in FP8: sizes fit, and no pattern matches the name."""
-    return {
-        name: layer
-        for name, layer in linear_layers(hf).items()
-        if has_fitting_sizes(layer) and not any(re.search(pattern, name) for pattern in excluded)
-    }
+    chosen = linear_layers(hf)
+    for pattern in excluded:
+        chosen = {name: layer for name, layer in chosen.items() if not re.search(pattern, name)}
+    return {name: layer for name, layer in chosen.items() if has_fitting_sizes(layer)}
 
 
 def has_fitting_sizes(layer: nn.Linear) -> bool:
@@ -178,7 +177,9 @@ def disabled(modules: Iterable[nn.Module]) -> Iterator[None]:
     For checks that compare results up to the rounding error of the compute dtype. Do not run
     compiled layers within the block.
     """
-    layers = [layer for root in modules for layer in root.modules() if is_float8(layer)]
+    layers = []
+    for root in modules:
+        layers += [layer for layer in root.modules() if is_float8(layer)]
     float8_class = type(layers[0]) if layers else None
     for layer in layers:
         layer.__class__ = nn.Linear

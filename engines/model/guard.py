@@ -358,7 +358,8 @@ def fixed_head_and_routing(engine: Engine) -> Iterator[None]:
 
     A value head may be zero and so hide a leak; its weight is replaced by a fixed vector. Rounding
     may change which experts are chosen, which would look like a leak; all tokens go to the same
-    experts. Layers in FP8 multiply in the compute dtype, since FP8 rounds more than the bounds allow.
+    experts. Layers in FP8 multiply in the compute dtype, because FP8 rounds more than the bounds
+    allow.
     """
     handles = []
     if isinstance(engine.head, ValueHead):
