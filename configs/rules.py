@@ -149,12 +149,7 @@ def optional(kind: type | tuple[type, ...], then: Rule = ANYTHING) -> Rule:
 # -- rules for single keys -------------------------------------------------------------------------
 
 STRING = {"type": "string", "minLength": 1}
-STRING_OR_LIST = {
-    "type": ["string", "array"],
-    "items": STRING,
-    "minLength": 1,
-    "minItems": 1,
-}
+STRING_OR_LIST = {"type": ["string", "array"], "items": STRING, "minLength": 1, "minItems": 1}
 
 
 def is_text(value) -> bool:
@@ -488,6 +483,7 @@ RULES = {
     "engine.param_dtype": DTYPE,
     "engine.compute_dtype": DTYPE,
     "engine.float8": one_of("none", "tensorwise", "rowwise"),
+    "engine.float8_exclude": STRINGS,
     "engine.reduce_dtype": DTYPE,
     "engine.fsdp_size": COUNT_OR_ALL,
     "engine.context_parallel_size": AUTO_OR_COUNT,

@@ -51,7 +51,7 @@ def leave_uncompiled(hf: nn.Module) -> None:
 
 
 def router_modules(hf: nn.Module) -> list[nn.Module]:
-    """Return the modules that choose experts, for families whose routers transformers can record."""
+    """Return the modules that choose experts, if transformers can record them in this family."""
     recorders = (getattr(hf, "_can_record_outputs", None) or {}).get("router_logits", [])
     routers = []
     for recorder in recorders if isinstance(recorders, list) else [recorders]:

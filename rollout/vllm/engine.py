@@ -42,7 +42,7 @@ from rollout.vllm.sampling import (
     sampling_params,
 )
 from rollout.vllm.settings import check_rollout
-from rollout.vllm.startup import prepare_process, quiet_vllm
+from rollout.vllm.startup import prepare_process, print_once, quiet_vllm
 from rollout.vllm.weight_names import vllm_weight_names
 from rollout.vllm.weight_sync import NamedWeights, WeightSync
 
@@ -492,9 +492,3 @@ class Rollout:
                 self.memory.restore(part, are_weights_valid=bool(self.valid))
         # vLLM-private: LLM has no method that shuts it down.
         self.llm.llm_engine.engine_core.shutdown()
-
-
-def print_once(line: str) -> None:
-    """Print a line on rank 0."""
-    if dist.get_rank() == 0:
-        print(line, flush=True)

@@ -1,8 +1,8 @@
 """rollout.quantization and rollout.kv_cache_dtype: 8-bit floating point (FP8) in vLLM.
 
-With rollout.quantization, vLLM's linear layers multiply in FP8. vLLM quantizes the trainer's weights
-itself, anew in every update, with one scale per output channel of a weight and one per token of the
-activations. Embedding, output matrix and norms keep the compute dtype.
+With rollout.quantization, vLLM's linear layers multiply in FP8. The trainer's weights are quantized
+in every update, with one scale per output channel; activations have one per token. Embedding,
+output matrix and norms keep the compute dtype.
 
 With rollout.kv_cache_dtype, keys and values are stored in FP8, with a scale of 1. Some models' keys
 do not fit: see rl/updates.py, check_fp8_kv_cache().
