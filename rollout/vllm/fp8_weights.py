@@ -1,7 +1,7 @@
 """Write the trainer's weights into vLLM's FP8 layers, in place.
 
-vLLM can do this itself: reload_weights rebuilds every layer from its weights and quantizes it again.
-That takes a quarter of a second even for a small model. But each row of a matrix has its own scale,
+vLLM can do this itself: reload_weights rebuilds every layer from its weights and quantizes it
+again. That takes a quarter of a second even for a small model. But each row of a matrix has its own scale,
 so it can be quantized alone. Where rows belong is found out once: vLLM's loaders copy weights into
 stand-ins for the layers' matrices, and these copies are recorded, but not made.
 """
@@ -198,8 +198,10 @@ def check_form(layer: nn.Module) -> None:
     """
     weight = layer._parameters["weight"]
     scale = layer._parameters["weight_scale"]
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(weight.shape[::-1], generator=generator).to(weight.device, torch.bfloat16)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    matrix = torch.randn(
+        weight.shape[::-1], generator=generator, device=weight.device, dtype=torch.bfloat16
+    )
     codes, scales = quantize_rows(matrix)
     layer._parameters["weight"] = nn.Parameter(matrix, requires_grad=False)
     layer._already_called_process_weights_after_loading = False
