@@ -339,11 +339,11 @@ def max_log_prob_gap(config: DictConfig) -> float:
     rollout = config.get("rollout")
     if not rollout:
         return math.inf
-    in_vllm = rollout.quantization != "none" or rollout.kv_cache_dtype != "auto"
-    if in_vllm or config.engine.get("float8", "none") != "none":
-        return math.inf
+    precisions = (rollout.quantization, rollout.kv_cache_dtype, config.engine.get("float8"))
+    is_in_fp8 = any(precision not in ("none", "auto", None) for precision in precisions)
     covers_same_tokens = rollout.top_k > 0 or (rollout.top_p == 1 and rollout.min_p == 0)
-    return ROUNDING_GAPS[config.engine.compute_dtype] if covers_same_tokens else math.inf
+    is_comparable = covers_same_tokens and not is_in_fp8
+    return ROUNDING_GAPS[config.engine.compute_dtype] if is_comparable else math.inf
 
 
 def column_names(rows: list[dict]) -> list[str]:
