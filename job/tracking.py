@@ -333,8 +333,7 @@ class Tracker:
 def max_log_prob_gap(config: DictConfig) -> float:
     """Return the largest rollout_corr/log_prob_gap that rounding can explain, in nats.
 
-    It is infinity if vLLM's log-probabilities cover different tokens from the trainer's: with top_p
-    or min_p, unless top_k is set. So it is in FP8, where it depends on the model.
+    It is infinity in FP8, and if vLLM's log-probabilities cover other tokens than the trainer's.
     """
     rollout = config.get("rollout")
     if not rollout:
