@@ -622,12 +622,15 @@ def test_truncation_of_a_prompt_never_cuts_an_image(make, processor, truncation,
 @pytest.mark.parametrize("kind", [TokenDataset, PromptDataset])
 @pytest.mark.parametrize("text", ["<image>", "<image>" + "long " * 50])
 def test_an_image_that_changes_is_read_anew(make, folder, capsys, kind, text):
-    """Even the image of a row that truncation has dropped."""
-    rows = [row(text, images=["new.png"]), row()]
+    """Even the image of a row that truncation has dropped, and with a file of the same size."""
+    rows = [row(text, images=["new.bmp"]), row()]
     options = {"truncation": "left", "max_length": 150, "max_prompt_length": 150}
-    Image.new("RGB", (28, 28), "red").save(folder / "new.png")
+    file = folder / "new.bmp"
+    Image.new("RGB", (28, 28), "red").save(file)
+    num_bytes = file.stat().st_size
     before = make(rows, kind, **options)
-    Image.new("RGB", (28, 28), "blue").save(folder / "new.png")
+    Image.new("RGB", (28, 28), "blue").save(file)
+    assert file.stat().st_size == num_bytes
     after = make(rows, kind, **options)
     assert "files that it was made from have changed" in capsys.readouterr().out
     if text != "<image>":
