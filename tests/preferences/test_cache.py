@@ -1,0 +1,62 @@
+"""What the name of the folder with the reference's log-probabilities depends on."""
+
+from pathlib import Path
+
+import pytest
+
+from config import load
+from data.preference_dataset import PreferenceDataset, tokenize_preferences
+from examples.arithmetic import make_tokenizer
+from preferences.cache import cache_folder
+from tests.preferences.assets import make_pair, write_rows
+from tests.support.models import make_model
+
+QUESTION = {"role": "user", "content": "What is 1+1"}
+ROWS = [
+    {"messages": [QUESTION, {"role": "assistant", "content": str(number)}]} for number in range(4)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    tokenizer = make_tokenizer()
+    for name, family in (("model", "qwen3"), ("other", "llama")):
+        make_model(folder / name, family, vocab_size=len(tokenizer))
+    pairs = [make_pair(number + 1, row) for number, row in enumerate(ROWS)]
+    write_rows(folder / "rows.jsonl", pairs)
+    write_rows(folder / "fewer.jsonl", pairs[:-1])
+    return folder
+
+
+def name_of(folder: Path, rows: str, *settings: str) -> str:
+    """Return the name of the folder for a file of rows."""
+    model = f"model.path={folder}/model"
+    config = load("dpo.yaml", [model, f"data.train_files={folder}/{rows}", *settings])
+    tokens = tokenize_preferences(
+        config.data.train_files, make_tokenizer(), config.data, folder / "tokens", folder / "model"
+    )
+    return cache_folder(config, PreferenceDataset.load(tokens), folder).name
+
+
+@pytest.mark.parametrize(
+    "rows, settings",
+    [
+        ("fewer.jsonl", []),
+        ("rows.jsonl", ["reference.path={folder}/other"]),
+        ("rows.jsonl", ["model.path={folder}/other"]),
+        ("rows.jsonl", ["model_engine=megatron"]),
+        ("rows.jsonl", ["engine.compute_dtype=float32"]),
+        ("rows.jsonl", ["data.system_prompt=Add"]),
+    ],
+    ids=["rows", "reference", "model", "engine", "precision", "prompt"],
+)
+def test_what_changes_the_log_probabilities_changes_the_name(folder, rows, settings):
+    changed = [setting.format(folder=folder) for setting in settings]
+    assert name_of(folder, rows, *changed) != name_of(folder, "rows.jsonl")
+
+
+def test_nothing_else_changes_the_name(folder):
+    settings = ["optim.lr=1", "data.train_batch_size=2", "algorithm.beta=0.3", "trainer.seed=5"]
+    settings.append(f"reference.path={folder}/model")
+    assert name_of(folder, "rows.jsonl", *settings) == name_of(folder, "rows.jsonl")
