@@ -39,6 +39,7 @@ def cache_folder(config: DictConfig, dataset: PreferenceDataset, cache_dir: Path
         dataset.name,
         config.model_engine,
         config.engine.compute_dtype,
+        config.engine.get("param_dtype"),  # Megatron has no such key
     ]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return cache_dir / f"{key}-reference"

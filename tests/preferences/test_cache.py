@@ -47,9 +47,10 @@ def name_of(folder: Path, rows: str, *settings: str) -> str:
         ("rows.jsonl", ["model.path={folder}/other"]),
         ("rows.jsonl", ["model_engine=megatron"]),
         ("rows.jsonl", ["engine.compute_dtype=float32"]),
+        ("rows.jsonl", ["engine.param_dtype=bfloat16"]),
         ("rows.jsonl", ["data.system_prompt=Add"]),
     ],
-    ids=["rows", "reference", "model", "engine", "precision", "prompt"],
+    ids=["rows", "reference", "model", "engine", "precision", "precision of weights", "prompt"],
 )
 def test_what_changes_the_log_probabilities_changes_the_name(folder, rows, settings):
     changed = [setting.format(folder=folder) for setting in settings]
