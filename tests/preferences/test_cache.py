@@ -1,4 +1,4 @@
-"""What the name of the folder with the reference's log-probabilities depends on."""
+"""The cache of the reference's log-probabilities: what its name depends on, and what it spares."""
 
 from pathlib import Path
 
@@ -8,6 +8,8 @@ from config import load
 from data.preference_dataset import PreferenceDataset, tokenize_preferences
 from examples.arithmetic import make_tokenizer
 from preferences.cache import cache_folder
+from preferences.losses import PreferenceLoss
+from preferences.reference import model_stages, role_configs
 from tests.preferences.assets import make_pair, write_rows
 from tests.support.models import make_model
 
@@ -61,3 +63,22 @@ def test_nothing_else_changes_the_name(folder):
     settings = ["optim.lr=1", "data.train_batch_size=2", "algorithm.beta=0.3", "trainer.seed=5"]
     settings.append(f"reference.path={folder}/model")
     assert name_of(folder, "rows.jsonl", *settings) == name_of(folder, "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ([], ["ref_compute_log_prob", "train_batch"]),
+        (["reference.cache=true"], ["train_batch"]),
+        (["algorithm.loss=simpo"], ["train_batch"]),
+        (["algorithm.loss=kto"], ["compute_kl", "ref_compute_log_prob", "train_batch"]),
+    ],
+    ids=["reference", "cached", "no reference", "KL"],
+)
+def test_a_cached_reference_computes_in_no_stage_of_a_step(settings, expected):
+    config = load("dpo.yaml", ["model.path=m", "data.train_files=t", *settings])
+    loss = PreferenceLoss.of(config)
+    assert model_stages(config, loss, has_validation=False) == expected
+    assert model_stages(config, loss, has_validation=True) == [*expected, "validate"]
+    has_engine = "ref_compute_log_prob" in expected
+    assert ("reference" in role_configs(config, loss)) == has_engine
