@@ -14,6 +14,7 @@ import torch
 from config import load
 from engines.fsdp.engine import FSDPEngine
 from engines.megatron.engine import MegatronEngine
+from tests.support.cases import id_of, slow_unless_quick
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
 from tests.support.training import SETTINGS, make_batch, make_loss
@@ -79,7 +80,12 @@ def train(model: Path, settings: tuple[str, ...]) -> Trained:
     return Trained(metrics, {name: x.float().numpy() for name, x in outputs.items()})
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+def params_of_layouts() -> list:
+    # Four ranks in all take too long for quick tests.
+    return slow_unless_quick(LAYOUTS, lambda name: name != "experts", id_of)
+
+
+@pytest.mark.parametrize("name", params_of_layouts())
 def test_megatron_trains_as_fsdp_does(trained, name):
     model, shared, num_ranks, num_fsdp_ranks, layout = LAYOUTS[name]
     expected = trained(model, num_fsdp_ranks, shared)

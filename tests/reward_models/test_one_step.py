@@ -11,6 +11,9 @@ from tests.reward_models.assets import NUM_ROWS, arguments, make_assets
 from tests.support.launch import metrics
 from tests.support.scripts import run_in_fork
 
+# They start neither torchrun nor vLLM, but a run takes four seconds.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:

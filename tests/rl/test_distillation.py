@@ -311,8 +311,9 @@ def str_of_case(case: Case) -> str:
 
 
 def is_quick(case: Case) -> bool:
-    """Return whether quick tests include a case: a few of those on one rank."""
-    return case.num_ranks == 1 and not case.only
+    """Return whether quick tests include a case: two of those on one rank."""
+    is_small = case.num_ranks == 1 and not case.only
+    return is_small and (case.teacher == "several" or case.mode == "forward_kl")
 
 
 @pytest.mark.parametrize("case", slow_unless_quick(CASES, is_quick, str_of_case))
