@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache, partial
 
+from common.quiet import quiet_torchao
 from configs import packages
 
 try:
@@ -176,6 +177,7 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
     package that is not installed.
     """
     arguments = sys.argv[1:]
+    quiet_torchao()
     try:
         if any(is_help(argument) for argument in arguments):
             print(help_text(defaults, doc, arguments))

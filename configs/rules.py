@@ -149,12 +149,7 @@ def optional(kind: type | tuple[type, ...], then: Rule = ANYTHING) -> Rule:
 # -- rules for single keys -------------------------------------------------------------------------
 
 STRING = {"type": "string", "minLength": 1}
-STRING_OR_LIST = {
-    "type": ["string", "array"],
-    "items": STRING,
-    "minLength": 1,
-    "minItems": 1,
-}
+STRING_OR_LIST = {"type": ["string", "array"], "items": STRING, "minLength": 1, "minItems": 1}
 
 
 def is_text(value) -> bool:
@@ -408,6 +403,8 @@ RULES = {
     "rollout.partial.oversample": between(1.0, 2.0),
     "rollout.partial.max_staleness": at_least(0),
     "rollout.partial.on_stale": one_of("finish", "drop"),
+    "rollout.quantization": one_of("none", "fp8"),
+    "rollout.kv_cache_dtype": one_of("auto", "fp8"),
     "rollout.share_base": one_of("auto", "always", "never"),
     "rollout.episode": optional(str, FUNCTION),
     "rollout.episode_python": optional(str, PATH),
@@ -485,6 +482,8 @@ RULES = {
     "algorithm.center_rewards_coefficient": at_least(0.0),
     "engine.param_dtype": DTYPE,
     "engine.compute_dtype": DTYPE,
+    "engine.float8": one_of("none", "tensorwise", "rowwise"),
+    "engine.float8_exclude": STRINGS,
     "engine.reduce_dtype": DTYPE,
     "engine.fsdp_size": COUNT_OR_ALL,
     "engine.context_parallel_size": AUTO_OR_COUNT,

@@ -29,7 +29,7 @@ from data.batching.batch import Batch
 from engines.base import Engine
 from engines.build import engine_class
 from engines.checkpoint.export import write_safetensors
-from engines.model import guard
+from engines.model import float8, guard
 from engines.model.hf import auto_class, read_hf_config
 from engines.model.model_files import weight_files
 from engines.parallel import device
@@ -63,6 +63,11 @@ def main(config: DictConfig) -> None:
         raise InputError("engines.check does not support adapters: leave out model.lora")
     if config.model.images:
         raise InputError("engines.check does not support images: leave out model.images")
+    if float8.is_used(config):
+        raise InputError(
+            "engines.check compares results up to rounding in the compute dtype: leave out "
+            "engine.float8"
+        )
     this_device = device.init()
     exported = Path(config.output_dir) / "check"
     try:

@@ -94,6 +94,8 @@ class Roles:
         if adapters.shares_base(config, dist.get_world_size()):
             self.rollout = Rollout(config, this_device)
         self.probe = probe.Probe(config) if config.model.lora.rank else None
+        # In the first step of each process.
+        self.must_check_kv_cache = config.rollout.kv_cache_dtype == "fp8"
         role_config = role_configs(config)
         # The schedule of the actor begins when the critic has warmed up.
         actor_steps = total_steps - config.critic.warmup_steps
@@ -367,6 +369,11 @@ class Roles:
     def compute_log_probs(self, share: Share, step: int) -> None:
         """Fill old_log_probs, ref_log_probs and the teacher's fields, if something reads them."""
         fields = share.batch.fields
+        if self.must_check_kv_cache:
+            with self.profiler.stage("check_kv_cache", self.actor):
+                trainer_log_probs = updates.log_probs(self.actor, share)
+                updates.check_fp8_kv_cache(share, trainer_log_probs, self.host_group)
+            self.must_check_kv_cache = False
         if needs_old_log_probs(self.config, share.num_mini_batches, step):
             with self.profiler.stage("actor_compute_log_prob", self.actor):
                 fields["old_log_probs"] = updates.log_probs(self.actor, share)

@@ -4,9 +4,11 @@ import itertools
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from algorithms.rollout_correction import effective_sample_size
+from config import InputError
 from data.batching.batch import Batch
 from data.batching.plan import MicroBatches, Plan
 from engines.base import Engine, LossFn
@@ -14,6 +16,8 @@ from rollout.sharing import Share
 
 ROLLOUT_PREFIX = "rollout_corr/"
 ROUTING_MISMATCH = "routing_mismatch"
+# The largest mean difference in nats that weights and a KV cache in FP8 may cause.
+MAX_FP8_GAP = 0.25
 
 
 def compute(function: Callable[[Batch, MicroBatches], Tensor], share: Share) -> Tensor:
@@ -28,6 +32,33 @@ def compute(function: Callable[[Batch, MicroBatches], Tensor], share: Share) -> 
 def log_probs(engine: Engine, share: Share) -> Tensor:
     """Return the log-probability of each token of a share: [T] fp32 on the host."""
     return compute(lambda batch, micro_batches: engine.log_probs(batch, micro_batches)[0], share)
+
+
+def check_fp8_kv_cache(share: Share, trainer_log_probs: Tensor, group: dist.ProcessGroup) -> None:
+    """Check on a step's responses that FP8 holds this model's keys and values well enough.
+
+    Some models have keys that 3 bits of mantissa represent badly. Their responses, drawn with such
+    a cache, are worth nothing, and no correction can help. Called by all ranks together.
+
+    Args:
+        trainer_log_probs: [T] fp32, those of the weights that vLLM had.
+        group: of all ranks, in host memory.
+
+    Raises:
+        InputError: vLLM's log-probabilities are too far from these, on average over all ranks.
+    """
+    fields = share.batch.fields
+    mask = fields["loss_mask"] != 0
+    gaps = (trainer_log_probs - fields["rollout_log_probs"]).abs()[mask]
+    totals = torch.tensor([gaps.double().sum(), mask.sum()], dtype=torch.float64)
+    dist.all_reduce(totals, group=group)
+    gap = (totals[0] / totals[1].clamp(min=1)).item()
+    if not gap <= MAX_FP8_GAP:
+        raise InputError(
+            "rollout.kv_cache_dtype=fp8: vLLM's log-probabilities of its responses differ from the "
+            f"trainer's by {gap:.2g} nats on average, and 8 bits explain at most {MAX_FP8_GAP:g}: "
+            "they do not suffice for this model's keys and values; set rollout.kv_cache_dtype=auto"
+        )
 
 
 def update(

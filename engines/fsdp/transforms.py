@@ -15,7 +15,7 @@ from engines.context_parallel import shares_sequences
 from engines.fsdp.tower_attention import WINDOWS, vision_tower_configs
 from engines.fsdp.vision import replace_patch_convolutions
 from engines.heads import Head
-from engines.model import experts, freeze, lora
+from engines.model import experts, float8, freeze, lora
 from engines.model.hf import build_on_meta, layer_modules, plain_attention, read_hf_config
 
 
@@ -33,7 +33,9 @@ def build_model(config: DictConfig, head: Head) -> tuple[nn.Module, list[nn.Modu
 
 
 def prepare_layers(hf: nn.Module, config: DictConfig, device_type: str) -> None:
-    """Checkpoint activations and compile layers, as configured."""
+    """Multiply in FP8, checkpoint activations and compile layers, as configured."""
+    if float8.is_used(config):
+        float8.convert_layers(hf, config, device_type)
     if config.engine.activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     if uses_compile(config.engine, device_type):

@@ -50,6 +50,21 @@ def leave_uncompiled(hf: nn.Module) -> None:
         module.forward = torch.compiler.disable(module.forward)
 
 
+def router_modules(hf: nn.Module) -> list[nn.Module]:
+    """Return the modules that choose experts, if transformers can record them in this family."""
+    recorders = (getattr(hf, "_can_record_outputs", None) or {}).get("router_logits", [])
+    routers = []
+    for recorder in recorders if isinstance(recorders, list) else [recorders]:
+        router_class = getattr(recorder, "target_class", recorder)
+        part_of_name = getattr(recorder, "layer_name", None) or ""
+        routers += [
+            module
+            for name, module in hf.named_modules()
+            if isinstance(module, router_class) and part_of_name in name
+        ]
+    return routers
+
+
 # -- the auxiliary loss --------------------------------------------------------------------------
 
 
@@ -104,11 +119,7 @@ class Routers:
     def __init__(self, hf: nn.Module):
         self.logits: list[Tensor] | None = None
         recorder = hf._can_record_outputs["router_logits"]
-        self.modules = [
-            module
-            for name, module in hf.named_modules()
-            if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name
-        ]
+        self.modules = router_modules(hf)
         for module in self.modules:
             module.forward = torch.compiler.disable(
                 partial(self._forward, module.forward, recorder.index)

@@ -36,6 +36,7 @@ from data.images.processor import ImageStore
 from engines.base import Engine
 from engines.context_parallel import has_dynamic_cp, shares_sequences
 from engines.heads import ValueHead
+from engines.model import float8
 from engines.model.quirks import BIDIRECTIONAL, config_json_fix
 
 # Numbers of tokens in the first two sequences. The third sequence repeats the beginning of the
@@ -357,7 +358,8 @@ def fixed_head_and_routing(engine: Engine) -> Iterator[None]:
 
     A value head may be zero and so hide a leak; its weight is replaced by a fixed vector. Rounding
     may change which experts are chosen, which would look like a leak; all tokens go to the same
-    experts.
+    experts. Layers in FP8 multiply in the compute dtype, because FP8 rounds more than the bounds
+    allow.
     """
     handles = []
     if isinstance(engine.head, ValueHead):
@@ -367,7 +369,8 @@ def fixed_head_and_routing(engine: Engine) -> Iterator[None]:
             if name.endswith(".experts") and has_stacked_weights(module):
                 handles.append(module.register_forward_pre_hook(use_first_experts))
     try:
-        yield
+        with float8.disabled(engine.modules()):
+            yield
     finally:
         for handle in handles:
             handle.remove()

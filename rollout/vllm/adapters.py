@@ -44,6 +44,8 @@ def sharing_obstacle(config: DictConfig, world_size: int) -> str | None:
     tp_size = config.rollout.tensor_parallel_size
     if tp_size > 1:
         return f"rollout.tensor_parallel_size={tp_size} divides vLLM's weights"
+    if config.rollout.quantization != "none":
+        return f"rollout.quantization={config.rollout.quantization} stores them in 8 bits"
     if expert_weights(model_on_meta(config)):
         return "vLLM stores experts in a different layout"
     if not is_replicated(config, world_size):

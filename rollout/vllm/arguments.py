@@ -11,7 +11,7 @@ from engines.model.experts import experts_per_token
 from engines.model.hf import read_hf_config
 from engines.model.quirks import RECURRENT_LAYER_TYPES
 from engines.parallel.device import capacity
-from rollout.vllm import adapters, image_prompts, routing, speculation
+from rollout.vllm import adapters, image_prompts, quantization, routing, speculation
 from rollout.vllm.capacity import CPU_KV_CACHE_GIB, max_num_seqs
 from rollout.vllm.sampling import NUM_TIES, sampling_groups
 from rollout.vllm.versions import SUPPORTED, installed_version
@@ -111,6 +111,7 @@ def model_arguments(config: DictConfig, is_tied: bool = False) -> dict:
         "max_logprobs": num_logprobs,
         "seed": config.trainer.seed % 2**32,
         **modality_arguments(hf_config, is_tied, config.model.images),
+        **quantization.weight_arguments(config),
     }
 
 
@@ -167,7 +168,7 @@ def memory_arguments(config: DictConfig, host: Host) -> dict:
         kv_cache_gib = CPU_KV_CACHE_GIB
     if kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-    return arguments
+    return arguments | quantization.cache_arguments(config)
 
 
 def batch_arguments(config: DictConfig, num_seqs: int, max_model_len: int) -> dict:

@@ -14,6 +14,7 @@ from engines.model.hf import build_on_meta, read_hf_config
 from engines.model.lengths import longest_sequence
 from engines.model.shape import attention_widths, head_dim
 from engines.planning import round_up
+from rollout.vllm.quantization import has_fp8_cache, is_quantized, quantized_parameters
 
 CPU_KV_CACHE_GIB = 1.0
 MAX_NUM_SEQS = 1024
@@ -108,7 +109,7 @@ def kv_bytes_per_token(config: DictConfig, shape) -> int:
     dim = head_dim(shape)
     key_width = attention_widths(shape)[1]
     width_on_rank = max(dim, key_width // dim // config.rollout.tensor_parallel_size * dim)
-    itemsize = getattr(torch, config.engine.compute_dtype).itemsize
+    itemsize = 1 if has_fp8_cache(config) else getattr(torch, config.engine.compute_dtype).itemsize
     return 2 * shape.num_hidden_layers * width_on_rank * itemsize
 
 
@@ -116,17 +117,28 @@ def weight_bytes(config: DictConfig) -> float:
     """Return the bytes of the model's weights on each rank of a replica."""
     path = Path(config.model.path)
     version = (path / "config.json").stat().st_mtime_ns
-    num_elements = count_parameters(str(path), config.model.images, version)
+    counts = count_parameters(str(path), config.model.images, version)
+    num_in_8_bits = counts.in_linear_layers if is_quantized(config) else 0
     itemsize = getattr(torch, config.engine.compute_dtype).itemsize
-    return num_elements * itemsize / config.rollout.tensor_parallel_size
+    num_bytes = num_in_8_bits + (counts.total - num_in_8_bits) * itemsize
+    return num_bytes / config.rollout.tensor_parallel_size
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of parameters of a model."""
+
+    total: int
+    in_linear_layers: int
 
 
 @lru_cache
-def count_parameters(path: str, images: bool, version: int) -> int:
-    """Return the number of parameters of a model.
+def count_parameters(path: str, images: bool, version: int) -> Counts:
+    """Count the parameters of a model.
 
     Args:
         version: when config.json was written, so that the cache notices a change.
     """
     model = build_on_meta(read_hf_config(path), torch.float32, images=images)
-    return sum(parameter.numel() for parameter in model.parameters())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return Counts(total, quantized_parameters(model))

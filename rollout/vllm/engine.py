@@ -32,6 +32,7 @@ from rollout.vllm.image_prompts import (
     enqueue_image_prompts,
     find_placeholder_ids,
 )
+from rollout.vllm.quantization import is_quantized
 from rollout.vllm.routing import RouteRecorder
 from rollout.vllm.sampling import (
     RequestSampling,
@@ -41,7 +42,7 @@ from rollout.vllm.sampling import (
     sampling_params,
 )
 from rollout.vllm.settings import check_rollout
-from rollout.vllm.startup import prepare_process, quiet_vllm
+from rollout.vllm.startup import prepare_process, print_once, quiet_vllm
 from rollout.vllm.weight_names import vllm_weight_names
 from rollout.vllm.weight_sync import NamedWeights, WeightSync
 
@@ -143,7 +144,9 @@ class Rollout:
             self.lora_request = adapters.lora_request()
             self.needed = {"base", "adapter"}
         names = vllm_weight_names(Path(config.model.path), config.model.images)
-        self.sync = WeightSync(self.llm, self.device.type, names, self.adapter, self.drafter)
+        self.sync = WeightSync(
+            self.llm, self.device.type, names, self.adapter, self.drafter, is_quantized(config)
+        )
         if read_hf_config(config.model.path).tie_word_embeddings:
             self.sync.untie_output_matrix(vllm_model)
         self.awake = set(PARTS)
@@ -489,9 +492,3 @@ class Rollout:
                 self.memory.restore(part, are_weights_valid=bool(self.valid))
         # vLLM-private: LLM has no method that shuts it down.
         self.llm.llm_engine.engine_core.shutdown()
-
-
-def print_once(line: str) -> None:
-    """Print a line on rank 0."""
-    if dist.get_rank() == 0:
-        print(line, flush=True)

@@ -6,7 +6,7 @@ from config import InputError
 from engines.model.hf import read_hf_config
 from engines.model.lengths import frequency_limits
 from engines.model.shape import layer_configs
-from rollout.vllm import adapters, image_prompts, routing, speculation
+from rollout.vllm import adapters, image_prompts, quantization, routing, speculation
 from rollout.vllm.arguments import model_arguments
 from rollout.vllm.sampling import sampling_groups
 from rollout.vllm.startup import quiet_vllm
@@ -23,6 +23,7 @@ def check_rollout(config: DictConfig, world_size: int) -> None:
     adapters.check_adapter(config, world_size)
     speculation.check_drafter(config)
     routing.check_routing_replay(config)
+    quantization.check_quantization(config)
 
 
 def check_tensor_parallel_size(config: DictConfig, world_size: int) -> None:

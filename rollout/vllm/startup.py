@@ -100,3 +100,9 @@ def skip_ranks_of_tokens() -> None:
 
     # vLLM launches the kernel as `_ranks_kernel[grid](...)`.
     logprob._ranks_kernel = defaultdict(lambda: do_nothing)
+
+
+def print_once(line: str) -> None:
+    """Print a line on rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)

@@ -1,0 +1,106 @@
+"""rollout.quantization and rollout.kv_cache_dtype: 8-bit floating point (FP8) in vLLM.
+
+With rollout.quantization, vLLM's linear layers multiply in FP8. The trainer's weights are quantized
+in every update, with one scale per output channel; activations have one per token. Embedding,
+output matrix and norms keep the compute dtype.
+
+With rollout.kv_cache_dtype, keys and values are stored in FP8, with a scale of 1. Some models' keys
+do not fit: see rl/updates.py, check_fp8_kv_cache().
+
+Responses then come from a policy that differs a little from the trainer's, so
+algorithm.rollout_is has to correct for it.
+"""
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from config import InputError
+from engines.model import mtp
+from engines.model.experts import expert_weights
+from engines.model.float8 import MIN_CAPABILITY
+from engines.model.hf import build_on_meta, layer_modules, read_hf_config
+
+# vLLM's name for weights with one scale per output channel and activations with one per token.
+VLLM_NAME = "fp8_per_channel"
+
+
+def is_quantized(config: DictConfig) -> bool:
+    return config.rollout.quantization != "none"
+
+
+def has_fp8_cache(config: DictConfig) -> bool:
+    return config.rollout.kv_cache_dtype == "fp8"
+
+
+def weight_arguments(config: DictConfig) -> dict:
+    """Return the arguments of `vllm.LLM` for weights in FP8."""
+    return {"quantization": VLLM_NAME} if is_quantized(config) else {}
+
+
+def cache_arguments(config: DictConfig) -> dict:
+    """Return the arguments of `vllm.LLM` for a KV cache in FP8."""
+    return {"kv_cache_dtype": "fp8"} if has_fp8_cache(config) else {}
+
+
+def quantized_parameters(hf: nn.Module) -> int:
+    """Return the number of weights that vLLM stores in FP8: those of linear layers.
+
+    Args:
+        hf: the model on the meta device.
+    """
+    return sum(
+        module.weight.numel()
+        for layer in layer_modules(hf, hf.get_decoder())
+        for module in layer.modules()
+        if isinstance(module, nn.Linear)
+    )
+
+
+def check_quantization(config: DictConfig) -> None:
+    """Raise InputError for settings that do not work with FP8 in vLLM."""
+    rollout = config.rollout
+    if is_quantized(config):
+        setting = f"rollout.quantization={rollout.quantization}"
+        check_setting(config, setting)
+        if expert_weights(build_on_meta(read_hf_config(config.model.path), torch.float32)):
+            raise InputError(f"{setting} does not work with mixtures of experts yet: leave it out")
+    if has_fp8_cache(config):
+        check_setting(config, f"rollout.kv_cache_dtype={rollout.kv_cache_dtype}")
+
+
+def check_setting(config: DictConfig, setting: str) -> None:
+    """Check what weights and a KV cache in FP8 both need.
+
+    Args:
+        setting: "key=value".
+    """
+    if config.engine.compute_dtype != "bfloat16":
+        raise InputError(
+            f"{setting} needs engine.compute_dtype=bfloat16, not {config.engine.compute_dtype}"
+        )
+    if config.algorithm.rollout_is == "none":
+        raise InputError(
+            f"{setting} samples from a policy that differs from the trainer's: set "
+            "algorithm.rollout_is=token (or sequence, icepop) to correct for it"
+        )
+    if config.model.images:
+        raise InputError(f"{setting} does not work with model.images=true yet: leave out one")
+    if mtp.drafter(config) == "mtp":
+        raise InputError(
+            f"{setting} does not work with model.mtp.enable_rollout=true yet: leave out one"
+        )
+    check_accelerator(setting)
+
+
+def check_accelerator(setting: str) -> None:
+    """Raise InputError if the accelerator cannot multiply in FP8. A CPU can, slowly."""
+    if not torch.accelerator.is_available():
+        return
+    if torch.accelerator.current_accelerator().type != "cuda":
+        raise InputError(f"{setting} needs NVIDIA GPUs: leave it out")
+    if torch.cuda.get_device_capability() < MIN_CAPABILITY:
+        raise InputError(
+            f"{setting}: {torch.cuda.get_device_name()} has no FP8 instructions; Hopper (H100) and "
+            "Ada (L40S) have: leave it out"
+        )
