@@ -50,9 +50,21 @@ def name_of(folder: Path, rows: str, *settings: str) -> str:
         ("rows.jsonl", ["model_engine=megatron"]),
         ("rows.jsonl", ["engine.compute_dtype=float32"]),
         ("rows.jsonl", ["engine.param_dtype=bfloat16"]),
+        ("rows.jsonl", ["engine.float8=rowwise"]),
+        ("rows.jsonl", ["engine.float8_exclude=[o_proj]"]),
         ("rows.jsonl", ["data.system_prompt=Add"]),
     ],
-    ids=["rows", "reference", "model", "engine", "precision", "precision of weights", "prompt"],
+    ids=[
+        "rows",
+        "reference",
+        "model",
+        "engine",
+        "precision",
+        "precision of weights",
+        "8 bits",
+        "without 8 bits",
+        "prompt",
+    ],
 )
 def test_what_changes_the_log_probabilities_changes_the_name(folder, rows, settings):
     changed = [setting.format(folder=folder) for setting in settings]
