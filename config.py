@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable
 from functools import cache, partial
 
-from common.quiet import quiet_torchao
 from configs import packages
 
 try:
@@ -177,7 +176,7 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
     package that is not installed.
     """
     arguments = sys.argv[1:]
-    quiet_torchao()
+    packages.quiet_torchao()
     try:
         if any(is_help(argument) for argument in arguments):
             print(help_text(defaults, doc, arguments))

@@ -251,11 +251,11 @@ def main() -> None:
     command.add_argument(
         "--time-limit", type=float, default=1e9, help="seconds; runs that go on then are killed"
     )
-    command = commands.add_parser("draw", help="draw a metric of such files over steps")
+    command = commands.add_parser("draw", help="draw metrics of such files over steps")
     command.add_argument(
         "results", type=Path, nargs="+", help="files of `run`, or of benchmarks/trl_grpo.py --out"
     )
-    command.add_argument("--metric", required=True)
+    command.add_argument("--metric", required=True, nargs="+", help="one panel for each")
     command.add_argument("--window", type=int, default=1, help="steps of the running mean")
     command.add_argument(
         "--seconds", action="store_true", help="draw it over the seconds of all steps too"

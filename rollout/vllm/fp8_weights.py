@@ -1,9 +1,9 @@
 """Write the trainer's weights into vLLM's FP8 layers, in place.
 
 vLLM can do this itself: reload_weights rebuilds every layer from its weights and quantizes it
-again. That takes a quarter of a second even for a small model. But each row of a matrix has its own scale,
-so it can be quantized alone. Where rows belong is found out once: vLLM's loaders copy weights into
-stand-ins for the layers' matrices, and these copies are recorded, but not made.
+again. That takes a quarter of a second even for a small model. But each row of a matrix has its own
+scale, so it can be quantized alone. Where rows belong is found out once: vLLM's loaders copy
+weights into stand-ins for the layers' matrices, and these copies are recorded, but not made.
 """
 
 from collections.abc import Iterable, Iterator

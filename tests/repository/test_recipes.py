@@ -1,6 +1,7 @@
 """The recipes of examples/recipes, and benchmarks/recipes.py, which runs and draws them."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from statistics import median
 
@@ -8,7 +9,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import recipes
-from benchmarks.recipe_curves import RunCurves, read_curves, smooth
+from benchmarks.recipe_curves import RunCurves, draw, read_curves, smooth
 from benchmarks.recipes import RECIPES, Run
 from config import load
 
@@ -19,6 +20,7 @@ SCORES = {
     "chains_sft": "val/exact_match",
     "gsm_grpo": "val/score_and_format/correct",
     "gsm_dpo": "val/rewards/accuracies",
+    "gsm_rm": "val/accuracy",
     "tools_sft": "val/exact_match",
     "tools_grpo": "val/solve",
     "game_sft": "val/loss",
@@ -78,6 +80,17 @@ def test_results_can_be_drawn(path, tmp_path, monkeypatch):
     recipes.main()
     with Image.open(picture) as image:
         assert image.width > 300
+
+
+def test_every_metric_has_a_panel(tmp_path):
+    runs = read_curves([RECIPES / "results" / "precision.json"])
+    metrics = ["score/mean", "val/exact_match"]
+    figure = draw(runs, Namespace(metric=metrics, window=1, seconds=False))
+    assert [axes.get_ylabel() for axes in figure.axes] == metrics
+    scores, matches = figure.axes
+    labels = [line.get_label() for line in scores.get_lines()]
+    assert labels == ["sums_grpo, fp32, 3 seeds", "sums_grpo, bf16, 3 seeds"]
+    assert len(matches.get_lines()) == 4
 
 
 def test_a_picture_over_seconds_is_wider(tmp_path, monkeypatch):
