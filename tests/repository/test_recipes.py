@@ -177,3 +177,16 @@ def test_the_seconds_of_a_run_add_up():
 
 def test_a_running_mean_is_over_the_latest_steps():
     assert smooth([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0]
+
+
+def test_results_keep_the_seconds_of_all_stages_and_every_metric_of_validations():
+    line = {"step": 3, "timing/wake": 1.0, "val/score": 0.5, "score/mean": 0.25, "perf/mfu": 0.1}
+    assert recipes.kept(line) == {name: line[name] for name in line if name != "perf/mfu"}
+
+
+def test_a_run_shows_the_first_and_the_last_validation():
+    validations = [{"val/solve": 0.25}, {"score/mean": 0.5}, {"val/solve": 0.75}]
+    run = Run("tools_grpo", seed=0, metrics=[{"step": i} | m for i, m in enumerate(validations)])
+    assert recipes.first_and_last(run, "val/score") == "0.250 -> 0.750"
+    assert recipes.first_and_last(run, "score/mean") == "0.500 -> 0.500"
+    assert recipes.first_and_last(run, "val/loss") == "-"
