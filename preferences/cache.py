@@ -32,7 +32,7 @@ FILE = "ref_log_probs.npy"
 
 
 def cache_folder(config: DictConfig, dataset: PreferenceDataset, cache_dir: Path) -> Path:
-    """Return the folder of a data set's log-probabilities. For rank 0: reads the model's files."""
+    """Return the folder of a data set's log-probabilities. Reads the model's files: rank 0 only."""
     settings = [
         VERSION,
         fingerprint(Path(config.reference.path or config.model.path)),
@@ -96,8 +96,7 @@ def write_cache(
 ) -> None:
     """Compute the log-probabilities of all rows and write them. Called by all ranks.
 
-    Each batch is divided over the ranks like one that is trained on; rank 0 writes the results of
-    all of them.
+    Each batch is divided over the ranks as in training; rank 0 writes the results of all ranks.
     """
     writer = Writer(folder, len(dataset.input_ids))
     group = dist.new_group(backend="gloo")
@@ -165,5 +164,5 @@ class Writer:
                 raise
 
     def close(self) -> None:
-        """Remove what is not complete."""
+        """Remove the files if they are not complete."""
         self.stack.close()

@@ -102,13 +102,13 @@ def check_machine(setting: str) -> None:
         raise InputError(f"{setting} needs torchao: pip install torchao==0.18.0")
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < MIN_CAPABILITY:
         raise InputError(
-            f"{setting}: {torch.cuda.get_device_name()} has no FP8 instructions; Hopper (H100) and "
-            "Ada (L40S) have: set engine.float8=none"
+            f"{setting}: {torch.cuda.get_device_name()} has no FP8 instructions, unlike Ada (L40S) "
+            "and Hopper (H100). Set engine.float8=none"
         )
 
 
 def check_patterns(patterns: Iterable[str], candidates: Iterable[str]) -> None:
-    """Raise InputError for a pattern that is no regular expression or matches no layer."""
+    """Raise InputError for a pattern that is not a regular expression or matches no layer."""
     for pattern in patterns:
         try:
             matches = any(re.search(pattern, name) for name in candidates)
@@ -156,8 +156,8 @@ def has_fitting_sizes(layer: nn.Linear) -> bool:
 def convert_layers(hf: nn.Module, config: DictConfig, device_type: str) -> None:
     """Let the chosen layers multiply in FP8. Their parameters stay the same objects.
 
-    On devices other than NVIDIA's, torchao computes what the instructions would: it rounds to FP8,
-    and multiplies in the compute dtype.
+    On devices other than NVIDIA's, torchao emulates the instructions: it rounds to FP8, and
+    multiplies in the compute dtype.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

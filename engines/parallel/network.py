@@ -65,7 +65,7 @@ def connect_nodes(store: dist.Store, rank: int, num_ranks: int) -> None:
     first_ranks = {place.machine: r for r, place in reversed(list(enumerate(places)))}
     if len(first_ranks) == 1:
         return
-    address = choose_interface(own, places, is_told=rank == 0)
+    address = choose_interface(own, places, is_reported=rank == 0)
     is_first = first_ranks[own.machine] == rank
     listener = socket.create_server((address, 0), family=family_of(address)) if is_first else None
     port = listener.getsockname()[1] if listener else 0
@@ -82,7 +82,7 @@ def connect_nodes(store: dist.Store, rank: int, num_ranks: int) -> None:
 def share(
     store: dist.Store, name: str, rank: int, num_ranks: int, value, seconds: float | None = None
 ) -> list:
-    """Return what every rank has given as `value`, which must be representable in JSON.
+    """Return the `value` of every rank, which must be representable in JSON.
 
     seconds: how long to wait for the other ranks; None for the store's own limit.
     """
@@ -138,7 +138,7 @@ def variables_for(interface: str) -> dict[str, str]:
     return {name: VARIABLES[name].format(interface) for name in unset}
 
 
-def choose_interface(own: Place, places: list[Place], is_told: bool) -> str:
+def choose_interface(own: Place, places: list[Place], is_reported: bool) -> str:
     """Choose the interface that reaches the other nodes, and return its address.
 
     The node of the rendezvous may know itself only by a loopback address. It chooses the interface
@@ -146,8 +146,8 @@ def choose_interface(own: Place, places: list[Place], is_told: bool) -> str:
 
     Args:
         own: the place of this rank.
-        places: those of all ranks.
-        is_told: whether to print the choice.
+        places: the places of all ranks.
+        is_reported: whether to print the choice.
     """
     address = own.address
     if own.is_loopback:
@@ -159,7 +159,7 @@ def choose_interface(own: Place, places: list[Place], is_told: bool) -> str:
         return address
     variables = variables_for(interface)
     os.environ.update(variables)
-    if is_told and "GLOO_SOCKET_IFNAME" in variables:
+    if is_reported and "GLOO_SOCKET_IFNAME" in variables:
         print(
             f"network: {own.name} reaches the other nodes over {interface} ({address}); "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another interface",

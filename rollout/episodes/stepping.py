@@ -63,7 +63,7 @@ class Playing:
     result: EpisodeResult | None = None
 
     def details(self, branch: int) -> dict:
-        """Return what rollouts/step_N.jsonl has about a branch, besides its text."""
+        """Return the fields of a branch in rollouts/step_N.jsonl, besides its text."""
         rewards = self.episode.branches[branch].rewards
         details = {
             "branch": branch,
@@ -142,8 +142,8 @@ class EpisodeLoop:
     Args:
         rollout: vLLM, which must be awake.
         sampling: the section `rollout` or `validation` of the configuration.
-        inbox: returns the next messages. On the first rank of a replica it may wait this many
-            seconds; the other ranks get what the first one got.
+        inbox: called with a number of seconds, returns the next messages. The first rank of a
+            replica waits at most so long; the other ranks get the same messages.
         answer: sends a message to the gateway; does nothing on the other ranks.
         streams: needed if episodes continue in another draw.
 
@@ -216,7 +216,7 @@ class EpisodeLoop:
         self.times.total = time.perf_counter() - start
 
     def step(self) -> int:
-        """Take in what has arrived, and step vLLM. Returns the number of turns that have ended."""
+        """Handle new messages, and step vLLM. Returns the number of turns that have ended."""
         engine = self.rollout.llm.llm_engine
         begin = time.perf_counter()
         is_idle = not engine.has_unfinished_requests()
@@ -381,7 +381,7 @@ class EpisodeLoop:
         self.abort(suspended)
         for request in suspended:
             self.take(request)
-        # Those that arrive first go on first.
+        # Requests continue in the order in which they arrived.
         self.waiting = sorted([*suspended, *self.waiting], key=lambda request: request.number)
         if self.streams:
             self.streams.forget()

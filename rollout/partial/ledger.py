@@ -56,8 +56,8 @@ class Ledger:
         """Begin as many groups as a draw of `num_groups` groups needs.
 
         First, every replica gets the groups that it has to complete, then those that it begins in
-        advance. Near the end of the run, fewer groups are left, and at its end none has begun in
-        vain.
+        advance. Near the end of the run, fewer groups are left to begin, so that the run uses all
+        that have begun.
         """
         quotas = divide_evenly(num_groups, self.num_replicas)
         targets = [math.ceil(self.oversample * quota) for quota in quotas]

@@ -1,9 +1,9 @@
 """Write the trainer's weights into vLLM's FP8 layers, in place.
 
-vLLM can do this itself: reload_weights rebuilds every layer from its weights and quantizes it again.
-That takes a quarter of a second even for a small model. But each row of a matrix has its own scale,
-so it can be quantized alone. Where rows belong is found out once: vLLM's loaders copy weights into
-stand-ins for the layers' matrices, and these copies are recorded, but not made.
+vLLM can do this itself: reload_weights rebuilds every layer from its weights, and quantizes it
+again. That takes a quarter of a second even for a small model. But each row of a matrix has its own
+scale, so it can be quantized alone. To find out once where rows belong, vLLM's loaders copy weights
+into stand-ins for the layers' matrices. These copies are recorded, but not made.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ class Rows:
         layer: vLLM's layer. Its weight is [in, out] FP8, transposed in memory, and its
             weight_scale is [out, 1] fp32.
         start: The number of the first row, in [out, in].
-        part: A view of the weight, on the meta device; its shape, strides and offset count.
+        part: A view of the weight, on the meta device. Only its shape, strides and offset matter.
     """
 
     layer: nn.Module
@@ -58,7 +58,7 @@ class Fp8Weights:
         """
         Args:
             shapes: {name in vLLM: shape} of all weights of the model.
-            dtype: Of the weights.
+            dtype: The dtype of the weights.
 
         Raises:
             LayoutError: vLLM stores its FP8 weights in a form that is not known here.
@@ -147,7 +147,7 @@ def stand_ins(layers: list[nn.Module]) -> Iterator[dict[int, nn.Module]]:
 
 def make_stand_in(layer: nn.Module) -> Tensor:
     """Return a matrix [out, in] with the loader of the layer's weight."""
-    # vLLM-private: the only record of a layer's weights as they were before it quantized them.
+    # vLLM-private: the only record of a layer's weights before it quantized them.
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
@@ -215,4 +215,4 @@ def check_form(layer: nn.Module) -> None:
     )
     has_values = has_form and torch.equal(theirs[0].t().float(), codes.float())
     if not has_values or not torch.equal(theirs[1], scales):
-        raise LayoutError("vLLM stores matrices in FP8 in another form")
+        raise LayoutError("vLLM stores FP8 matrices in a form that is not known here")

@@ -85,10 +85,10 @@ def check_setting(config: DictConfig, setting: str) -> None:
             "algorithm.rollout_is=token (or sequence, icepop) to correct for it"
         )
     if config.model.images:
-        raise InputError(f"{setting} does not work with model.images=true yet: leave out one")
+        raise InputError(f"{setting} does not work with model.images=true yet: use only one")
     if mtp.drafter(config) == "mtp":
         raise InputError(
-            f"{setting} does not work with model.mtp.enable_rollout=true yet: leave out one"
+            f"{setting} does not work with model.mtp.enable_rollout=true yet: use only one"
         )
     check_accelerator(setting)
 
@@ -101,6 +101,6 @@ def check_accelerator(setting: str) -> None:
         raise InputError(f"{setting} needs NVIDIA GPUs: leave it out")
     if torch.cuda.get_device_capability() < MIN_CAPABILITY:
         raise InputError(
-            f"{setting}: {torch.cuda.get_device_name()} has no FP8 instructions; Hopper (H100) and "
-            "Ada (L40S) have: leave it out"
+            f"{setting}: {torch.cuda.get_device_name()} has no FP8 instructions, unlike Ada (L40S) "
+            "and Hopper (H100). Leave it out"
         )

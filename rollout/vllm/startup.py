@@ -18,7 +18,7 @@ from rollout.vllm.versions import SUPPORTED, SUPPORTED_NAMES
 
 
 def quiet_vllm() -> None:
-    """Let vLLM log only errors, unless the user has set a level. Call before importing vLLM."""
+    """Make vLLM log only errors, unless the user has set a level. Call before importing vLLM."""
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # On a CPU, vLLM warns that Triton is disabled, before it reads the level.
     logging.getLogger("vllm.triton_utils").setLevel(level.upper())

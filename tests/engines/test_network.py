@@ -61,7 +61,7 @@ def test_nothing_is_chosen_on_one_node(no_interface_is_named, monkeypatch):
 
 
 def test_a_loopback_address_is_kept_where_there_is_no_other(no_interface_is_named):
-    assert network.choose_interface(HERE, [HERE, THERE], is_told=True) == "127.0.0.1"
+    assert network.choose_interface(HERE, [HERE, THERE], is_reported=True) == "127.0.0.1"
     assert not VARIABLES.keys() & os.environ.keys()
 
 
