@@ -173,7 +173,7 @@ def without_none(value):
 
 
 class JsonObject(dict):
-    """An object that was read from JSON, so that somebody wrote each of its nulls."""
+    """An object that was read from JSON, in which every null was written by the user."""
 
 
 def parse_json(text: str):

@@ -315,9 +315,9 @@ def plain_row_losses(row: dict, options) -> list[Loss]:
 
 
 def lost_fields(conversation: Conversation) -> Iterator[Loss]:
-    """Yield the fields of messages without a text that could be marked, and without an effect.
+    """Yield the fields of messages that have no text to mark, and no effect on the rendered chat.
 
-    `name` counts as one, because templates compare it. In the result of a tool it is only a link.
+    `name` is such a field, because templates compare it. In a tool's result it is only a link.
     """
     if all(message.keys() <= ORDINARY_FIELDS for message in conversation.messages):
         return
