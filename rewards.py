@@ -67,8 +67,8 @@ def math(response: str, answer) -> float:
     gold = parse(marked, parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify cannot read the row's answer {answer[:200]!r}")
-    found = parse(response, parsing_timeout=None)
-    return float(verify(gold, found, timeout_seconds=None))
+    prediction = parse(response, parsing_timeout=None)
+    return float(verify(gold, prediction, timeout_seconds=None))
 
 
 def format(prompt: str, response: str, row: dict) -> float:

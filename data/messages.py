@@ -75,10 +75,10 @@ def check_function(function: dict, name: str) -> None:
     """Raise InputError if a call has no name, or its arguments have another name."""
     if not isinstance(function.get("name"), str) or not function["name"].strip():
         raise InputError(f'"{name}" has no name of a function')
-    others = [key for key, value in function.items() if key not in CALL_KEYS and value is not None]
-    if function.get("arguments") is None and others:
+    unknown = [key for key, value in function.items() if key not in CALL_KEYS and value is not None]
+    if function.get("arguments") is None and unknown:
         raise InputError(
-            f'"{name}" has no "arguments", only {", ".join(others)}: name them "arguments", or '
+            f'"{name}" has no "arguments", only {", ".join(unknown)}: name them "arguments", or '
             'write "arguments": {}'
         )
 

@@ -278,7 +278,7 @@ class TopKDivergence(torch.autograd.Function):
         for chunk in chunks_of(hidden, settings):
             z = transformed(hidden[chunk] @ weight.T, settings.transform)
             chunks.append(event_log_probs(z, token_ids[chunk], settings))
-        events = Events(*map(torch.cat, zip(*chunks)))
+        events = Events(*[torch.cat(pieces) for pieces in zip(*chunks)])
         ctx.save_for_backward(hidden, weight, token_ids, log_q, *events)
         ctx.options = (divergence, settings)
         return divergence_terms(events.log_events, log_q, divergence).sum(-1)

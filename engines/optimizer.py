@@ -246,7 +246,7 @@ def group_settings(optimizers: list[Optimizer], optim: DictConfig) -> list[dict]
 
 
 def parameter_groups(model: nn.Module, layers: list[nn.Module], weight_decay: float) -> list[dict]:
-    """Group the trained parameters: hidden matrices, other matrices, and without weight decay."""
+    """Group the trained parameters: hidden matrices, other matrices, then norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     in_layers = set()
     for layer in layers:
@@ -256,14 +256,14 @@ def parameter_groups(model: nn.Module, layers: list[nn.Module], weight_decay: fl
         # Check the name too, because the biases of experts are stacked into matrices.
         if p.ndim <= 1 or name.endswith("bias"):
             not_decayed.add(id(p))
-    is_hidden = in_layers - not_decayed
-    hidden = [p for p in trained if p.ndim == 2 and id(p) in is_hidden]
+    decayed_in_layers = in_layers - not_decayed
+    hidden = [p for p in trained if p.ndim == 2 and id(p) in decayed_in_layers]
     hidden_ids = {id(p) for p in hidden}
-    others = [p for p in trained if id(p) not in hidden_ids | not_decayed]
+    other_matrices = [p for p in trained if id(p) not in hidden_ids | not_decayed]
     vectors = [p for p in trained if id(p) in not_decayed]
     return [
         {"params": hidden, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": weight_decay},
+        {"params": other_matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
 

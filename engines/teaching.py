@@ -196,7 +196,7 @@ def token_outputs(engine: Engine, head: nn.Module, parts: Parts) -> tuple[Tensor
     The result is empty except on the last pipeline stage. See Engine.token_outputs().
     """
     results = [engine.token_outputs(batch, head, plan) for batch, plan in parts]
-    return tuple(map(torch.cat, zip(*results)))
+    return tuple(torch.cat(pieces) for pieces in zip(*results))
 
 
 def taught_by(number: int, batch: Batch, micro_batches: MicroBatches) -> MicroBatches:
@@ -204,9 +204,11 @@ def taught_by(number: int, batch: Batch, micro_batches: MicroBatches) -> MicroBa
 
     Their number does not change, since all ranks compute them together. Some may be empty.
     """
-    is_taught = batch.fields["teacher_number"][batch.cu_seqlens[:-1]] == number
-    taught = set(is_taught.nonzero()[:, 0].tolist())
-    return [(size, list(filter(taught.__contains__, members))) for size, members in micro_batches]
+    is_taught = (batch.fields["teacher_number"][batch.cu_seqlens[:-1]] == number).tolist()
+    result = []
+    for size, members in micro_batches:
+        result.append((size, [i for i in members if is_taught[i]]))
+    return result
 
 
 def merge(merged: list[Tensor], outputs: Sequence[Tensor], is_own: Tensor) -> list[Tensor]:

@@ -72,14 +72,14 @@ def must_be_dropped(losses: list[Loss], policy: str, messages: list[dict] = ()) 
         place = f" of message {loss.message} ({messages[loss.message]['role']})"
     remedies = ["remove it from the row"]
     fields = list(dict.fromkeys(loss.field for loss in lost))
-    others = f" (and {', '.join(fields[1:])})" if len(fields) > 1 else ""
+    further_fields = f" (and {', '.join(fields[1:])})" if len(fields) > 1 else ""
     ignorable = [field for field in fields if field not in ("content", "tool_calls", "tools")]
     if loss.field in ignorable:
         names = ",".join(ignorable)
         remedies.append(f"set data.ignored_fields=[{names}] if the model must not see this")
     raise InputError(
-        f"the chat template leaves out {loss.field}{place}: {loss.excerpt!r}{others}. Name a "
-        f"template that prints it in data.chat_template, {', '.join(remedies)}, or set "
+        f"the chat template leaves out {loss.field}{place}: {loss.excerpt!r}{further_fields}. "
+        f"Name a template that prints it in data.chat_template, {', '.join(remedies)}, or set "
         "data.lost_fields to drop or ignore"
     )
 

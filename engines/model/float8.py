@@ -154,7 +154,7 @@ def has_fitting_sizes(layer: nn.Linear) -> bool:
 
 
 def convert_layers(hf: nn.Module, config: DictConfig, device_type: str) -> None:
-    """Let the chosen layers multiply in FP8. Their parameters stay the same objects.
+    """Make the chosen layers multiply in FP8. Their parameters stay the same objects.
 
     On devices other than NVIDIA's, torchao emulates the instructions: it rounds to FP8, and
     multiplies in the compute dtype.

@@ -70,8 +70,8 @@ def connect_nodes(store: dist.Store, rank: int, num_ranks: int) -> None:
     listener = socket.create_server((address, 0), family=family_of(address)) if is_first else None
     port = listener.getsockname()[1] if listener else 0
     doors = share(store, "door", rank, num_ranks, [address, port])
-    others = [r for r in first_ranks.values() if r != rank] if is_first else []
-    problem = first_problem(own, places, doors, others)
+    ranks_to_reach = [r for r in first_ranks.values() if r != rank] if is_first else []
+    problem = first_problem(own, places, doors, ranks_to_reach)
     problems = share(store, "problem", rank, num_ranks, problem, SECONDS_TO_REPORT)
     if listener:
         listener.close()
@@ -169,21 +169,21 @@ def choose_interface(own: Place, places: list[Place], is_reported: bool) -> str:
 
 
 def first_problem(
-    own: Place, places: list[Place], doors: list[list], others: list[int]
+    own: Place, places: list[Place], doors: list[list], ranks: list[int]
 ) -> str | None:
     """Try to connect to the first rank of each other node; return what went wrong, or None.
 
     Args:
         doors: for each rank, the address and the port where it listens.
-        others: the ranks to connect to.
+        ranks: the ranks to connect to.
     """
-    for other in others:
-        address, port = doors[other]
+    for rank in ranks:
+        address, port = doors[rank]
         try:
             socket.create_connection((address, port), SECONDS_TO_CONNECT).close()
         except OSError as error:
             return (
-                f"node {own.name} cannot reach node {places[other].name} at {address}: {error}; "
+                f"node {own.name} cannot reach node {places[rank].name} at {address}: {error}; "
                 "check firewalls between the nodes, or name another network on every node with "
                 "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
             )

@@ -358,15 +358,15 @@ class Gateway:
         Raises:
             RequestError: a limit of the episode is reached, or the episode is over.
         """
-        wanted = self.wanted_tokens(episode, turn)
+        own_limit = self.limit_of_turn(episode, turn)
         async with episode.turn_ended:
             await episode.turn_ended.wait_for(
-                lambda: not episode.num_reserved or wanted <= self.tokens_left(episode)
+                lambda: not episode.num_reserved or own_limit <= self.tokens_left(episode)
             )
             if self.episodes.get(episode.key) is not episode:
                 raise episode_is_over()
             self.check_turns(episode)
-            max_tokens = min(wanted, self.tokens_left(episode))
+            max_tokens = min(own_limit, self.tokens_left(episode))
             if max_tokens < 1:
                 message = (
                     f"{episode.num_sampled} tokens were sampled in the episode, and "
@@ -384,8 +384,8 @@ class Gateway:
             message = f"the episode has had {max_turns} turns, which is rollout.max_turns"
             self.raise_limit(episode, "max_turns", message)
 
-    def wanted_tokens(self, episode: Episode, turn: Turn) -> int:
-        """Return how many tokens a turn may have by itself.
+    def limit_of_turn(self, episode: Episode, turn: Turn) -> int:
+        """Return how many tokens a turn may have, apart from what other turns leave.
 
         Raises:
             RequestError: the prompt fills the model's context.
@@ -397,10 +397,10 @@ class Gateway:
                 f"prompt has {len(turn.prompt_ids)}"
             )
             self.raise_limit(episode, "max_model_len", message)
-        rooms = [room, episode.terms.sampling.max_tokens]
+        limits = [room, episode.terms.sampling.max_tokens]
         if turn.max_tokens is not None:
-            rooms.append(turn.max_tokens)
-        return min(rooms)
+            limits.append(turn.max_tokens)
+        return min(limits)
 
     def tokens_left(self, episode: Episode) -> float:
         """Return how many more tokens the turns of an episode may have."""

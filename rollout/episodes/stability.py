@@ -99,7 +99,7 @@ def differences(renderer: Renderer, sample: SampleConversation) -> list[str]:
     messages = sample.messages
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     next_requests = [*replies[1:], len(messages)]
-    found = []
+    descriptions = []
     for number, (reply, following) in enumerate(zip(replies, next_requests, strict=True), start=1):
         prompt = session.prompt(messages[:reply], sample.inputs)
         request = renderer.request(messages[:following], sample.inputs)
@@ -113,8 +113,8 @@ def differences(renderer: Renderer, sample: SampleConversation) -> list[str]:
             difference = f"a new branch begins after turn {number}, since {shown}"
         elif continued.ids != renderer.ids(request):
             difference = f"after turn {number}, the template's text has other tokens"
-        found.append(difference)
-    return found
+        descriptions.append(difference)
+    return descriptions
 
 
 def written_reply(

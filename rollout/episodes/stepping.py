@@ -256,19 +256,19 @@ class EpisodeLoop:
             self.record(playing, message)
 
     def end(self, ended: list[EndedEpisode]) -> None:
-        """Note the results of episodes. Requests that they have left over are dropped."""
-        for one in ended:
+        """Record the results of episodes, and drop their open requests."""
+        for episode in ended:
             self.num_ended += 1
-            playing = self.playing.get(one.number)
+            playing = self.playing.get(episode.number)
             if playing is not None:
                 playing.is_over = True
-                playing.result = one.result
-                playing.num_tool_errors += one.tool_errors
+                playing.result = episode.result
+                playing.num_tool_errors += episode.tool_errors
                 self.of_key.pop(playing.key, None)
                 self.drop_requests(playing)
 
     def begin_attempt(self, key: str, number: int) -> None:
-        """Begin an episode, or begin it anew with another key."""
+        """Begin an episode, or begin it again with another key."""
         playing = self.playing.get(number)
         if playing is None:  # it was given up
             return
@@ -278,7 +278,7 @@ class EpisodeLoop:
         self.of_key[key] = playing
 
     def record(self, playing: Playing, message: dict) -> None:
-        """Record what the gateway reports of an episode besides its requests."""
+        """Record what the gateway reports about an episode, apart from its requests."""
         if "reward" in message:
             playing.episode.reward(message["reward"])
         if "limit" in message:

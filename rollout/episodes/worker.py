@@ -58,7 +58,7 @@ def main(clock: int, lifeline: int, notes: int) -> None:
 
 
 def hide_project() -> None:
-    """Let modules of the user take precedence over ours of the same name, such as `data`."""
+    """Make the user's modules take precedence over ours of the same name, such as `data`."""
     sys.path.remove(ROOT)
     sys.path.append(ROOT)
     for name in list(sys.modules):

@@ -249,7 +249,7 @@ class WorkerProcess:
         return min(self.deadlines, key=lambda token: self.deadlines[token].seconds_left)
 
     def _expire(self) -> None:
-        """Kill the worker because a call has timed out, unless its clock was stopped meanwhile."""
+        """Kill the worker because a call has timed out, unless its clock has been stopped."""
         token = self._next_to_expire()
         if self.deadlines[token].seconds_left > 0:
             return

@@ -67,7 +67,7 @@ class Ledger:
         return Quotas(begun, num_complete)
 
     def limit_to(self, num_groups: int) -> None:
-        """Let the rest of the run train on this many groups, including those that have begun.
+        """Limit the rest of the run to this many groups, including those that have begun.
 
         Groups of earlier steps do not count: with filter_groups, there may have been any number.
         """

@@ -70,13 +70,13 @@ class Fp8Weights:
                 vllm_model.load_weights(iter(recorder.weights.items()))
         self.rows: dict[str, list[Rows]] = {}
         for name, copies in recorder.copies.items():
-            found = [
-                rows_of(layer_of_storage[storage_id(copy.destination)], copy)
-                for copy in copies
-                if storage_id(copy.destination) in layer_of_storage
-            ]
-            if found:
-                self.rows[name] = found
+            rows = []
+            for copy in copies:
+                layer = layer_of_storage.get(storage_id(copy.destination))
+                if layer is not None:
+                    rows.append(rows_of(layer, copy))
+            if rows:
+                self.rows[name] = rows
         check_complete(layers, self.rows)
         for layer in {tuple(layer.weight.shape): layer for layer in layers}.values():
             check_form(layer)
@@ -183,8 +183,8 @@ def rows_of(layer: nn.Module, copy) -> Rows:
 def check_complete(layers: list[nn.Module], rows_of_weights: dict[str, list[Rows]]) -> None:
     """Raise LayoutError unless the weights fill every row of every layer."""
     num_filled = {layer: 0 for layer in layers}
-    for found in rows_of_weights.values():
-        for rows in found:
+    for rows_of_weight in rows_of_weights.values():
+        for rows in rows_of_weight:
             num_filled[rows.layer] += len(rows.part)
     if any(number != layer.weight.shape[1] for layer, number in num_filled.items()):
         raise LayoutError("vLLM has rows in FP8 that no weight of the model fills")

@@ -188,5 +188,5 @@ class RouteRecorder:
         return np.concatenate([self.take_all([], np.zeros(0, np.int64)), *routes])
 
     def forget(self) -> None:
-        """Forget the routes that nobody has taken."""
+        """Forget the routes that have not been taken."""
         self.kept.clear()
