@@ -318,6 +318,7 @@ def unused_row_lines(stats: dict, limit: str, truncation: str) -> Iterator[str]:
 
 
 def lines_of_file(use: FileUse, is_training: bool) -> Iterator[str]:
+    """Yield the lines about one file; see report_lines()."""
     columns = list(use.columns)
     if use.fields and columns:
         columns[0] += f" ({', '.join(use.fields)})"

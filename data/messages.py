@@ -43,6 +43,7 @@ def check_message(message, name: str) -> None:
 
 
 def check_content(message: dict, name: str) -> None:
+    """Raise InputError if a message has no content, or content of a wrong type."""
     content = message.get("content")
     if content is None:
         is_call = message["role"] == "assistant" and message.get("tool_calls")
@@ -88,6 +89,7 @@ def is_tool_call(call) -> bool:
 
 
 def check_loss_keys(message: dict, name: str) -> None:
+    """Raise InputError for a wrong value of a key in LOSS_KEYS, or one in a wrong role."""
     for key in LOSS_KEYS:
         value = message.get(key)
         if value is None:

@@ -171,6 +171,7 @@ def row_count(text: str) -> int:
 
 
 def main(arguments: list[str]) -> None:
+    """Print a preview of the file that the arguments name."""
     import datasets
 
     parser = argparse.ArgumentParser("python -m data.preview", description=__doc__)

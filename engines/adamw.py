@@ -127,6 +127,7 @@ class AdamW(KeepsDtypes):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
+        """Update all parameters that have a gradient."""
         chunks = []
         scalars = []
         for parameter, group, index in self._with_gradient():

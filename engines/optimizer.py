@@ -110,6 +110,7 @@ class ShardedMuon(KeepsDtypes, torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:

@@ -143,6 +143,7 @@ class Writer:
         self.stack = ExitStack()
 
     def open(self) -> None:
+        """Create the array in a temporary folder."""
         self.work = self.stack.enter_context(working_folder(self.folder))
         disk.require(self.work, 4 * self.num_tokens)
         self.array = np.lib.format.open_memmap(
@@ -153,6 +154,7 @@ class Writer:
         self.array[start : start + len(values)] = values
 
     def finish(self) -> None:
+        """Write the checksums, and rename the temporary folder."""
         self.array.flush()
         write_checksums(self.work)
         if self.folder.exists() and not is_intact(self.folder):

@@ -94,6 +94,7 @@ class TextCheck:
     conversation: Conversation
 
     def losses(self) -> Iterator[Loss]:
+        """Yield the texts that the rendered chat lacks, wholly or in part."""
         suspects = []
         for text in self.texts_not_located():
             if self.lacks_earlier_thinking(text):

@@ -163,6 +163,7 @@ class Gateway:
         )
 
     def application(self) -> Starlette:
+        """Return the HTTP application with all routes."""
         return Starlette(
             routes=[
                 Route("/v1/models", self.respond(self.models), methods=["GET"]),

@@ -77,6 +77,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parse the arguments of the command."""
     parser = argparse.ArgumentParser("python -m rollout.episodes.try", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("episode", help="my_agent.py:solve, as for rollout.episode")
@@ -234,6 +235,7 @@ def branch_lines(name: str, branch: Branch, chat: ChatTokenizer) -> Iterator[str
 
 
 def counts_line(playing: Playing) -> str:
+    """Return the line with the numbers of turns, branches, tokens and tool calls."""
     episode = playing.episode
     counts = {
         "turns": episode.num_turns,

@@ -52,6 +52,7 @@ def prepare_process(config: DictConfig, host: Host, shares_base: bool) -> None:
 
 
 def prepare_cpu(config: DictConfig, shares_base: bool) -> None:
+    """Apply the workarounds for vLLM's CPU build."""
     tp_size = config.rollout.tensor_parallel_size
     replica, tp_rank = divmod(dist.get_rank(), tp_size)
     ranks = range(replica * tp_size, (replica + 1) * tp_size)
