@@ -1,10 +1,10 @@
 # Shortcuts for a first look and for the tests. Nothing here is needed to train: see the launch lines in train_sft.py.
-# PYTHON=python3.12 picks another interpreter, REQUIREMENTS=requirements-cpu.txt another set of packages, VENV=/path/to/env an
-# environment of yours that has the packages: then .venv is not made.
+# PYTHON=python3.12 chooses another interpreter, and REQUIREMENTS=requirements-cpu.txt another set of packages.
+# VENV=/path/to/env uses your own environment, which must have the packages; then .venv is not made.
 
 PYTHON ?= python3
 VENV ?= .venv
-# The packages for the accelerator whose tool answers; without one, the CPU builds.
+# The packages for the accelerator whose tool (nvidia-smi, npu-smi) works; without an accelerator, the CPU builds.
 ifndef REQUIREMENTS
 REQUIREMENTS := $(shell if nvidia-smi >/dev/null 2>&1; then echo requirements.txt; \
 	elif npu-smi info >/dev/null 2>&1; then echo requirements-npu.txt; else echo requirements-cpu.txt; fi)
@@ -20,7 +20,7 @@ help:               ## this list
 
 .venv: .venv/installed  ## a virtual environment in .venv with all requirements, once
 
-# Made anew when the requirements change; the stamp is written last, so an interrupted installation is taken up again.
+# Installed again when the requirements change. The stamp is written last, so that an interrupted installation is repeated.
 .venv/installed: $(REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || { \
 		echo "Python 3.11 or 3.12 is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 ..."; exit 1; }

@@ -2,11 +2,11 @@
 
     def f(prompt, response, row)        two texts and the row of the data file
     def f(prompts, responses, rows)     lists over all responses to one prompt; returns a list
-    async def f(...)                    one of these; a worker runs reward.concurrency at once
+    async def f(...)                    either of these, for reward.concurrency calls at once
 
 Parameters are bound by name, and a function takes only those that it needs. A parameter `answer`
 gets the row's column of this name. reward.kwargs binds further parameters to columns of the row or
-to places in one, and can take the answer from elsewhere, as in
+to paths into one, and can take the answer from another place, as in
 reward.kwargs.answer=reward_model.ground_truth. The response lacks the string that ended it
 (rollout.stop) and, unless reward.skip_special_tokens=false, special tokens.
 
@@ -67,8 +67,8 @@ def math(response: str, answer) -> float:
     gold = parse(marked, parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify cannot read the row's answer {answer[:200]!r}")
-    found = parse(response, parsing_timeout=None)
-    return float(verify(gold, found, timeout_seconds=None))
+    prediction = parse(response, parsing_timeout=None)
+    return float(verify(gold, prediction, timeout_seconds=None))
 
 
 def format(prompt: str, response: str, row: dict) -> float:

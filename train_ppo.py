@@ -97,7 +97,7 @@ def main(config):
 
 
 def build_roles(run, grader):
-    """Build the engines and vLLM, as the checkpoint that the run resumes from has left them."""
+    """Build the engines and vLLM, and load the checkpoint that the run resumes from, if any."""
     from rl.roles import Roles
 
     roles = Roles(run.config, run.device, run.tokenizer, grader, run.profiler, run.total_steps)
@@ -243,10 +243,10 @@ def train(run, roles) -> None:
 
 
 def end_step(run, roles, samples, metrics, num_updates, start) -> None:
-    """Count a step, write down its responses and metrics, and validate and save if that is due.
+    """Count a step, write its responses and metrics, and validate and save if that is due.
 
     Args:
-        metrics: those of the step so far.
+        metrics: the metrics of the step so far.
         num_updates: the optimizer steps of each model that was updated.
         start: when the step began, by time.perf_counter().
     """

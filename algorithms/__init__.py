@@ -1,5 +1,6 @@
-"""The formulas of reinforcement learning as pure tensor functions; imports torch alone.
+"""The formulas of reinforcement learning as pure tensor functions that need only torch.
 
-Advantages, policy losses, aggregation, KL, the value loss and the rollout correction. Which of them
-a step uses, and with which arguments, is decided in rl/.
+Advantages, policy losses, aggregation, KL, the value loss and the rollout correction; losses of
+preferences and of reward models. Which of them a step uses, and with which arguments, is decided in
+rl/, preferences/ and reward_models/.
 """

@@ -17,8 +17,8 @@ of single answers may name these, for n answers:
     kl                                      a number, at least 0: the mean log-ratio of answers to
                                             other prompts of the batch
 
-It returns (losses [n], rewards [n], baseline): an answer is desirable, in the loss's eyes, if its
-reward is above the baseline. The losses are averaged over the pairs, or answers, of the whole
+It returns (losses [n], rewards [n], baseline): the model rates an answer as desirable if its reward
+is above the baseline. The losses are averaged over the pairs, or answers, of the whole
 batch. Rewards are only reported, without gradient. All other parameters are the function's own, and
 beta has the default of its paper.
 """

@@ -9,7 +9,7 @@ with 8-bit moments. Computes in fp32, so that all else is equal.
 
 Prints a Markdown table. "moved" is the share of weights that differ from the model's. "along fp32"
 is the displacement in the direction of the fp32 weights' displacement, as a multiple of it: 1 if
-all updates count in the mean. "length" is the length of the displacement, rounding included, as a
+all updates count on average. "length" is the length of the displacement, rounding included, as a
 multiple of fp32's. The losses are those of the first and the last step.
 """
 

@@ -1,4 +1,4 @@
-"""Numbers of things in messages."""
+"""Counts with their nouns, for messages."""
 
 
 def count_of(number: int, noun: str) -> str:

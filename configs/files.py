@@ -86,7 +86,7 @@ def read_pair(argument: str) -> DictConfig:
 
 
 def number_problems(node: yaml.Node | None) -> list[str]:
-    """Return a sentence about each number that is another one in YAML.
+    """Return a sentence about each number that YAML reads as another one.
 
     YAML 1.1 reads 010 as 8, in base 8, and 1:30 as 90, in base 60.
 
@@ -103,7 +103,7 @@ def number_problems(node: yaml.Node | None) -> list[str]:
 
 
 def scalar_problems(node: yaml.ScalarNode | None) -> list[str]:
-    """Return a sentence about a number that YAML does not read as a decimal one, if it is one."""
+    """Return a sentence if this is a number that YAML does not read as decimal, else nothing."""
     is_number = node is not None and node.tag in NUMBER_TAGS
     if not is_number or not DECIMAL_DIGITS.match(node.value):
         return []
@@ -156,7 +156,7 @@ def flatten(tree: DictConfig | dict, prefix: str = "") -> dict:
 
 
 def check_name(key: str, value, prefix: str) -> None:
-    """Raise InputError for a key that is not the one that was meant.
+    """Raise InputError for a key that is not the one that the user meant.
 
     OmegaConf would store a dotted key of a YAML file as a key of its own, which nothing reads, and
     not in the group. {a:1} is a key "a:1" without a value.

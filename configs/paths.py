@@ -40,11 +40,11 @@ def expand(config: DictConfig) -> list[str]:
     """Replace $NAME and ~ in the paths of a resolved configuration. Returns the problems."""
     problems = []
     for key, value in path_values(config):
-        possible_problems = [path_problem(key, text) for text in texts_of(value)]
-        found = [problem for problem in possible_problems if problem]
+        problems_or_none = [path_problem(key, text) for text in texts_of(value)]
+        own_problems = [problem for problem in problems_or_none if problem]
         expanded = apply(lambda text: os.path.expanduser(os.path.expandvars(text)), value)
-        if found:
-            problems += found
+        if own_problems:
+            problems += own_problems
         elif expanded != value:
             OmegaConf.update(config, key, expanded)
     return problems

@@ -1,4 +1,4 @@
-"""How a module of a command line ends when its arguments are not those that it takes."""
+"""End a command that was called with wrong arguments or asked for help, and print its usage."""
 
 import sys
 from typing import NoReturn

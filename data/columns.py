@@ -318,6 +318,7 @@ def unused_row_lines(stats: dict, limit: str, truncation: str) -> Iterator[str]:
 
 
 def lines_of_file(use: FileUse, is_training: bool) -> Iterator[str]:
+    """Yield the lines about one file; see report_lines()."""
     columns = list(use.columns)
     if use.fields and columns:
         columns[0] += f" ({', '.join(use.fields)})"
@@ -345,7 +346,7 @@ def lines_of_file(use: FileUse, is_training: bool) -> Iterator[str]:
 
 
 def advice_on_columns(use: FileUse) -> Iterator[str]:
-    """Yield the settings under which columns with telling names would be read."""
+    """Yield settings that would read an ignored column whose name suggests its use."""
     for column in use.other_columns:
         is_system = column.lower().startswith("system") and not use.num_system_columns
         if is_system:

@@ -151,18 +151,18 @@ class TokenDataset:
         return len(self.lengths)
 
     def trained_ends(self, candidates: Iterable[int]) -> set[int]:
-        """Return those of these tokens with which a trained part of a row ends."""
-        missing = {*candidates}
+        """Return the candidates that end a trained part of some row."""
+        remaining = {*candidates}
         trained = set()
         for start in range(0, len(self.input_ids), TOKENS_AT_ONCE):
-            if not missing:
+            if not remaining:
                 break
             mask = self.loss_mask[start : start + TOKENS_AT_ONCE + 1]
             is_end = (mask > 0) & (np.append(mask[1:], 0) == 0)
             ids = self.input_ids[start : start + TOKENS_AT_ONCE]
-            found = missing.intersection(np.unique(ids[is_end[: len(ids)]]).tolist())
-            trained |= found
-            missing -= found
+            end_ids = np.unique(ids[is_end[: len(ids)]])
+            trained |= remaining.intersection(end_ids.tolist())
+            remaining -= trained
         return trained
 
     def sequences(self, index: int) -> list[tuple[str, list[int], list[int]]]:

@@ -43,6 +43,7 @@ def check_message(message, name: str) -> None:
 
 
 def check_content(message: dict, name: str) -> None:
+    """Raise InputError if a message has no content, or content of a wrong type."""
     content = message.get("content")
     if content is None:
         is_call = message["role"] == "assistant" and message.get("tool_calls")
@@ -75,10 +76,10 @@ def check_function(function: dict, name: str) -> None:
     """Raise InputError if a call has no name, or its arguments have another name."""
     if not isinstance(function.get("name"), str) or not function["name"].strip():
         raise InputError(f'"{name}" has no name of a function')
-    others = [key for key, value in function.items() if key not in CALL_KEYS and value is not None]
-    if function.get("arguments") is None and others:
+    unknown = [key for key, value in function.items() if key not in CALL_KEYS and value is not None]
+    if function.get("arguments") is None and unknown:
         raise InputError(
-            f'"{name}" has no "arguments", only {", ".join(others)}: name them "arguments", or '
+            f'"{name}" has no "arguments", only {", ".join(unknown)}: name them "arguments", or '
             'write "arguments": {}'
         )
 
@@ -88,6 +89,7 @@ def is_tool_call(call) -> bool:
 
 
 def check_loss_keys(message: dict, name: str) -> None:
+    """Raise InputError for a wrong value of a key in LOSS_KEYS, or one in a wrong role."""
     for key in LOSS_KEYS:
         value = message.get(key)
         if value is None:
@@ -173,7 +175,7 @@ def without_none(value):
 
 
 class JsonObject(dict):
-    """An object that was read from JSON, so that somebody wrote each of its nulls."""
+    """An object that was read from JSON, in which every null was written by the user."""
 
 
 def parse_json(text: str):

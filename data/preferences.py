@@ -120,6 +120,7 @@ def find_label(row: dict, options) -> str | None:
 
 
 def read_labelled(row: dict, label_key: str, options) -> Preference:
+    """Return a row with a label: its answer is the chosen one if the label is true."""
     label = number_in_text(row[label_key])
     if label not in (0, 1):
         raise InputError(
@@ -146,6 +147,7 @@ def read_answer_with(row: dict, key: str, options) -> Preference:
 
 
 def read_pair(row: dict, options, has_template: bool) -> Preference:
+    """Return a row with a chosen and a rejected answer."""
     prompt = read_prompt(row, options)
     answers = {}
     for key in (options.chosen_key, options.rejected_key):

@@ -171,6 +171,7 @@ def row_count(text: str) -> int:
 
 
 def main(arguments: list[str]) -> None:
+    """Print a preview of the file that the arguments name."""
     import datasets
 
     parser = argparse.ArgumentParser("python -m data.preview", description=__doc__)
@@ -194,7 +195,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("file", help="a data file, or a pattern or a directory of them")
     parser.add_argument("settings", nargs="*", help="YAML files and key=value pairs")
     args = parser.parse_intermixed_args(arguments)
-    datasets.disable_progress_bars()  # they would stand between the lines
+    datasets.disable_progress_bars()  # they would interrupt the output
     defaults, spec = KINDS[args.kind]
     config = load(defaults, [*args.settings, f"data.train_files={args.file}"])
     for path in find_files(config.data.train_files):

@@ -252,7 +252,7 @@ def limit_teacher_prompt(ids: list[int], options) -> list[int]:
 
 
 def check_asks_for_turn(conversation: Conversation) -> None:
-    """Raise InputError if a prompt ends with the end of a turn of the assistant.
+    """Raise InputError if a prompt ends with the end of an assistant turn.
 
     Some templates write nothing for an empty result of a tool, or for a role that they do not know.
     """
@@ -265,7 +265,7 @@ def check_asks_for_turn(conversation: Conversation) -> None:
     if end is not None and not conversation.text[tail.end(end) :].strip():
         raise InputError(
             "the chat template does not ask for an answer: the prompt ends with "
-            f"{conversation.text[tail_start:]!r}, the end of a turn of the assistant. Remove the "
+            f"{conversation.text[tail_start:]!r}, the end of an assistant turn. Remove the "
             "messages after that turn, or set data.chat_template to another template"
         )
 

@@ -47,7 +47,7 @@ def row_as_json(row: dict, images_key: str, reader: str) -> str:
         reader: the function that needs the row, for the error message.
 
     Raises:
-        InputError: a value of the row has no form in JSON.
+        InputError: a value of the row cannot be written as JSON.
     """
     try:
         return json.dumps(without_pixels(row, images_key))

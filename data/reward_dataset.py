@@ -174,7 +174,7 @@ def with_score_tokens(input_ids: torch.Tensor, lengths: Sequence[int]) -> Batch:
         input_ids: [T] int64, laid end to end.
         lengths: [n], at least 1.
     """
-    # The token itself is never read: decoders are causal. So repeat the last one.
+    # Decoders are causal, so no output that is used depends on this token: repeat the last one.
     repeats = torch.ones_like(input_ids)
     cu_seqlens = make_cu_seqlens(torch.tensor(lengths, dtype=torch.int64))
     repeats[cu_seqlens[1:] - 1] = 2

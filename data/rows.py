@@ -224,8 +224,8 @@ def likely_columns(
         prompt = pick_column(PROMPT_COLUMNS, [*chats, *text_columns_of(row, columns)])
     keys = {"prompt_key": prompt}
     if with_response:
-        others = [column for column in text_columns_of(row, columns) if column != prompt]
-        keys["response_key"] = pick_column(RESPONSE_COLUMNS, others)
+        candidates = [column for column in text_columns_of(row, columns) if column != prompt]
+        keys["response_key"] = pick_column(RESPONSE_COLUMNS, candidates)
     return keys
 
 
@@ -234,7 +234,7 @@ def text_columns_of(row: dict, columns: list[str]) -> list[str]:
 
 
 def is_question_and_answer(chat: list[dict]) -> bool:
-    """Return whether a chat has turns of the assistant and of somebody else."""
+    """Return whether a chat has turns of the assistant and of another role."""
     roles = {SHAREGPT_ROLES.get(message.get("role", message.get("from"))) for message in chat}
     return "assistant" in roles and len(roles) > 1
 

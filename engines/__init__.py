@@ -9,6 +9,7 @@ Two engines implement the same interface and compute the same results.
     microbatch          a micro-batch as one rank sees it
     heads, logprobs     log-probabilities and values from the last hidden states
     optimizer, schedule, dropout    optimizers, learning rates, random numbers for dropout
+    adamw, moments, rounding        AdamW with weights and moments of 16 or 8 bits
     adapter_guard       a check that adapters learn
     reference           the configuration of a frozen reference model
     teacher, divergence     what a teacher provides for each token, and how a student uses it

@@ -1,17 +1,19 @@
 """AdamW for bfloat16 weights that keep learning, and for moments of 8 bits.
 
-torch's own AdamW is used where all of this is fp32 (see engines/optimizer.py). This one computes
-every update in fp32 from whatever is stored, and stores the results with stochastic rounding.
-torchao has such optimizers, too. They were tried and not taken:
+torch's own AdamW is used where it stores weights and moments as configured, for example when all of
+them are fp32 (Storage.suits_torch). This one computes every update in fp32 from the stored numbers,
+and stores the results with stochastic rounding. torchao has such optimizers too. We tried them, and
+do not use them because:
 
-* Their random bits come from the device's global generator, so a number depends on everything that
-  was drawn before it, ranks that hold copies of a weight round it differently, and another number
-  of ranks gives another result.
+* Their random bits come from the device's global generator. So the rounding of a weight depends on
+  everything drawn before it, ranks that hold copies of a weight round them differently, and results
+  change with the number of ranks.
 * Their 8-bit blocks are cut from each rank's own part, so a checkpoint cannot be loaded on another
   number of ranks. They round to the nearest code.
 * The scales of their blocks are at least 1e-12, so second moments of gradients below 1e-6 become
-  coarse. After 200 steps with gradients of 1e-8, weights have moved 9 % off; here it is 1 %.
-* Each parameter's step is compiled on every device, so CPUs need a C++ compiler.
+  coarse. After 200 steps with gradients of 1e-8, the distance that weights have moved is 9 % off;
+  here it is 1 % off.
+* They compile each parameter's step on every device, so CPUs need a C++ compiler.
 """
 
 from collections.abc import Iterator
@@ -28,8 +30,8 @@ from torch.optim import Optimizer
 from engines import moments
 from engines.rounding import LOW_16, noise_key, random_bits, to_bfloat16, upper_bits
 
-# So many elements are updated at a time. Without torch.compile, an element needs up to 100 bytes
-# of temporary memory; on a CPU they should stay in its cache.
+# The number of elements that are updated at a time. Without torch.compile, an element needs up to
+# 100 bytes of temporary memory, which on a CPU should stay in the cache.
 CHUNK_ELEMENTS = 2**24
 CPU_CHUNK_ELEMENTS = 2**18
 STATE_DTYPES = {
@@ -48,8 +50,8 @@ class Storage:
         state_dtype: dtype of the moments; uint8 for the codes of engines/moments.py. None: the
             dtype of each weight.
         stochastic: whether bfloat16 and 8-bit numbers are rounded stochastically.
-        seed: of the random bits; the same on all ranks.
-        compiled: whether updates are compiled.
+        seed: the seed of the random bits; the same on all ranks.
+        compiled: whether updates are compiled with torch.compile.
     """
 
     state_dtype: torch.dtype | None
@@ -65,7 +67,7 @@ class Storage:
         return cls(dtype, is_stochastic, config.trainer.seed, compiled)
 
     def suits_torch(self, params: list[dict]) -> bool:
-        """Return whether torch's AdamW stores these parameters and their moments as wanted."""
+        """Return whether torch's AdamW stores these parameters and their moments as configured."""
         dtypes = {p.dtype for group in params for p in group["params"]}
         has_own_dtype = self.state_dtype is None or dtypes == {self.state_dtype}
         return has_own_dtype and (dtypes == {torch.float32} or not self.stochastic)
@@ -89,8 +91,8 @@ class Chunk(NamedTuple):
 class KeepsDtypes(Optimizer):
     """An optimizer that loads its state in the dtypes in which it was saved.
 
-    torch's optimizers cast a loaded state to the dtype of the weights, which would round fp32
-    moments of bfloat16 weights, and turn codes into numbers.
+    torch's optimizers cast a loaded state to the dtype of the weights. That would round the fp32
+    moments of bfloat16 weights, and turn 8-bit codes into floating-point numbers.
 
     Attributes:
         storage: how it stores weights and moments.
@@ -125,36 +127,39 @@ class AdamW(KeepsDtypes):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
+        """Update all parameters that have a gradient."""
         chunks = []
-        numbers = []
-        for parameter, group, place in self._with_gradient():
+        scalars = []
+        for parameter, group, index in self._with_gradient():
             state = self.state[parameter]
             if not state:
                 state.update(self.initial_state(parameter))
             state["step"] += 1
             step = int(state["step"])
-            of_step = [*step_numbers(group, step), *noise_key(self.storage.seed, step, place)]
+            key = noise_key(self.storage.seed, step, index)
             position = first_position(parameter)
             for chunk in chunks_of(parameter, state):
                 chunks.append(chunk)
-                numbers.append([*of_step, position])
+                scalars.append([*step_scalars(group, step), *key, position])
                 position += chunk.weight.numel()
         if not chunks:
             return
-        # All in one copy: a small one for each chunk would take longer than its update.
+        # Copy the scalars of all chunks at once: a copy for each chunk would take longer than its
+        # update.
         device = chunks[0].weight.device
         codes = moments.codes_of_moments(device)
-        for chunk, of_chunk in zip(chunks, torch.tensor(numbers, dtype=torch.float64).to(device)):
-            self._update(chunk, of_chunk, codes, self.storage.stochastic)
+        on_device = torch.tensor(scalars, dtype=torch.float64).to(device)
+        for chunk, chunk_scalars in zip(chunks, on_device):
+            self._update(chunk, chunk_scalars, codes, self.storage.stochastic)
 
     def _with_gradient(self) -> Iterator[tuple[nn.Parameter, dict, int]]:
-        """Yield (parameter, its group, its place among all of the optimizer's parameters)."""
-        place = 0
+        """Yield (parameter, its group, its index among all of the optimizer's parameters)."""
+        index = 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    yield parameter, group, place
-                place += 1
+                    yield parameter, group, index
+                index += 1
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the state of a parameter that has taken no step yet."""
@@ -170,7 +175,7 @@ class AdamW(KeepsDtypes):
 def moment_dtype(parameter: Tensor, state_dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which a parameter's moments are stored.
 
-    Norms and biases have few elements, so instead of 8 bits they keep fp32.
+    Norms and biases have few elements, so their moments are fp32 instead of 8 bits.
     """
     if state_dtype is None:
         return parameter.dtype
@@ -188,16 +193,16 @@ def moment_bytes(part: Tensor, state_dtype: torch.dtype | None) -> int:
     return num_bytes
 
 
-def update(chunk: Chunk, numbers: Tensor, codes: moments.CodesOfMoments, stochastic: bool) -> None:
+def update(chunk: Chunk, scalars: Tensor, codes: moments.CodesOfMoments, stochastic: bool) -> None:
     """Take AdamW's step for some rows of a parameter, in fp32.
 
     Args:
-        numbers: [10] fp64: those of step_numbers() and noise_key(), and the position of the first
-            element in the whole parameter. All of them are exact.
+        scalars: [10] fp64: the results of step_scalars() and noise_key(), and the position of the
+            first element in the whole parameter. fp64 holds all these integers exactly.
     """
-    lr, decay, beta1, beta2, correction1, correction2, eps = numbers[:7].unbind()
-    key = numbers[7:9].long()
-    position = numbers[9].long()
+    lr, decay, beta1, beta2, correction1, correction2, eps = scalars[:7].unbind()
+    key = scalars[7:9].long()
+    position = scalars[9].long()
     gradient = chunk.gradient.float()
     first = read(chunk.first, chunk.first_scale, codes.first)
     second = read(chunk.second, chunk.second_scale, codes.second)
@@ -209,10 +214,10 @@ def update(chunk: Chunk, numbers: Tensor, codes: moments.CodesOfMoments, stochas
     weight = chunk.weight.float() * (1 - lr * decay) - lr * (first / correction1) / denominator
     weight_bits = first_bits = second_bits = None
     if stochastic:
-        # Each result needs 16 random bits: one draw is enough for two of them.
-        both = random_bits(key, position, chunk.weight)
-        weight_bits = both & LOW_16
-        first_bits = upper_bits(both, 16)
+        # Each result needs 16 random bits, so a draw of 32 bits is enough for two results.
+        bits = random_bits(key, position, chunk.weight)
+        weight_bits = bits & LOW_16
+        first_bits = upper_bits(bits, 16)
         second_bits = random_bits(key.flip(0), position, chunk.weight) & LOW_16
     write(weight, chunk.weight, weight_bits)
     if chunk.first_scale is None:
@@ -244,7 +249,7 @@ def write_codes(
     scale.copy_(new_scale)
 
 
-def step_numbers(group: dict, step: int) -> tuple[float, ...]:
+def step_scalars(group: dict, step: int) -> tuple[float, ...]:
     """Return lr, weight decay, both betas, both bias corrections, and epsilon."""
     beta1, beta2 = group["betas"]
     corrections = (1 - beta1**step, 1 - beta2**step)
@@ -277,14 +282,14 @@ def first_position(parameter: Tensor) -> int:
 
 
 def zero_scales(parameter: Tensor) -> Tensor:
-    """Return a scale of zero for each block of a parameter, divided over ranks as it is."""
+    """Return a scale of zero for each block of a parameter, sharded as the parameter is."""
     shape = (*parameter.shape[:-1], moments.num_blocks(parameter.shape[-1]))
     part = local(parameter)
     scales = torch.zeros(*part.shape[:-1], shape[-1], device=part.device)
     if not isinstance(parameter, DTensor):
         return scales
     whole = torch.empty(shape, device="meta")
-    divided = DTensor.from_local(
+    sharded = DTensor.from_local(
         scales,
         parameter.device_mesh,
         parameter.placements,
@@ -292,7 +297,7 @@ def zero_scales(parameter: Tensor) -> Tensor:
         shape=whole.shape,
         stride=whole.stride(),
     )
-    return divided.to(part.device)  # from_local() moves parts that are offloaded to the host
+    return sharded.to(part.device)  # from_local() moves parts that are offloaded to the host
 
 
 def chunks_of(parameter: nn.Parameter, state: dict[str, Tensor]) -> Iterator[Chunk]:

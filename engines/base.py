@@ -306,7 +306,7 @@ class Engine(ABC):
     def offload(self, *parts: str) -> None:
         """Move "parameters", "optimizer" or both to host memory, to free device memory.
 
-        They return by themselves when a method needs them. Before the first step, a background
+        A method that needs them moves them back. Before the first step, a background
         thread allocates host memory for the optimizer's future state; the next call of offload()
         waits for it.
         """

@@ -1,6 +1,6 @@
 """The divergence between a teacher's and a student's next-token distributions, in chunks of tokens.
 
-With p for the student, q for the teacher and the sums over events v:
+With the student's distribution p and the teacher's q, summed over events v:
 
     reverse_kl  sum_v p_v (log p_v - log q_v)
     forward_kl  sum_v q_v (log q_v - log p_v)
@@ -11,7 +11,8 @@ The events are all tokens of the vocabulary, or the K tokens that the teacher fi
 one more event, "any other token". By the data-processing inequality, the latter divergence is never
 larger than the former.
 
-If z are the student's logits and s_v = p_v * dD/dp_v, then dD/dz_v = s_v - p_v * sum_u s_u:
+With the student's logits z, and s_v = p_v * dD/dp_v, the gradient is
+dD/dz_v = s_v - p_v * sum_u s_u:
 
     reverse_kl  s_v = p_v (log p_v - log q_v), up to a multiple of p_v, which cancels
     forward_kl  s_v = -q_v
@@ -51,8 +52,8 @@ class Divergence(NamedTuple):
 class TeacherHead(NamedTuple):
     """A teacher's output matrix.
 
-    weight     [V, h] of the compute dtype: all rows, whole on every rank
-    transform  the steps from its products to the softmax
+    weight     [V, h] of the compute dtype: all rows, on every rank
+    transform  the steps from the products with it to the softmax
     """
 
     weight: Tensor
@@ -70,7 +71,7 @@ class Part(NamedTuple):
     num_tokens: int
 
     def of(self, weight: Tensor) -> Tensor:
-        """Return the part's rows of an output matrix that has the rows of all tokens."""
+        """Return the rows of this part of the vocabulary from a whole output matrix."""
         return weight[self.first_token : self.first_token + self.num_tokens]
 
 
@@ -84,7 +85,7 @@ def full_divergence(
 ) -> Tensor:
     """Return the divergence over the whole vocabulary at each token: [T] fp32, differentiable.
 
-    If one model has more tokens than the other, both distributions cover only the tokens of both.
+    If one model has more tokens than the other, both distributions cover only the common tokens.
 
     Args:
         hidden: [T, h] of a floating dtype: the student's. As in linear_log_probs(), the caller sums
@@ -126,10 +127,10 @@ def top_k_divergence(
 def top_k_log_probs(
     hidden: Tensor, weight: Tensor, top_k: int, settings: LogProbSettings
 ) -> tuple[Tensor, Tensor]:
-    """Return the K most likely tokens, and their log-probabilities and that of the rest.
+    """Return the K most likely tokens, their log-probabilities, and that of all other tokens.
 
     Args:
-        hidden, weight, settings: of the teacher, as in full_divergence().
+        hidden, weight, settings: the teacher's, with shapes as in full_divergence().
 
     Returns:
         [T, K] int32 and [T, K + 1] fp32; the same on all ranks that divide the vocabulary.
@@ -167,13 +168,13 @@ class FullDivergence(torch.autograd.Function):
         for chunk in chunks_of(hidden, settings):
             logits = hidden[chunk] @ weight.T
             teacher_logits = teacher_hidden[chunk] @ teacher.weight.T
-            of_shard = torch.stack(
+            shard_log_sums = torch.stack(
                 [
                     log_sum_exp(logits, settings.transform),
                     log_sum_exp(teacher_logits, teacher.transform),
                 ]
             )
-            log_z = combine_log_sums(of_shard, settings.group)
+            log_z = combine_log_sums(shard_log_sums, settings.group)
             transforms = (settings.transform, teacher.transform)
             normalizers.append(log_z)
             sums.append(sums_of(logits, teacher_logits, log_z, transforms, divergence))
@@ -277,7 +278,7 @@ class TopKDivergence(torch.autograd.Function):
         for chunk in chunks_of(hidden, settings):
             z = transformed(hidden[chunk] @ weight.T, settings.transform)
             chunks.append(event_log_probs(z, token_ids[chunk], settings))
-        events = Events(*map(torch.cat, zip(*chunks)))
+        events = Events(*[torch.cat(pieces) for pieces in zip(*chunks)])
         ctx.save_for_backward(hidden, weight, token_ids, log_q, *events)
         ctx.options = (divergence, settings)
         return divergence_terms(events.log_events, log_q, divergence).sum(-1)
@@ -290,7 +291,7 @@ class TopKDivergence(torch.autograd.Function):
         slope = slopes(log_p, log_q, divergence)
         gradient_of = maybe_compiled(top_k_logits_grad, settings)
         columns, is_on_rank = local_columns(token_ids, len(weight), settings)
-        # The additional last column takes what belongs to other ranks.
+        # Tokens of other ranks go to an additional last column, which is dropped.
         columns = torch.where(is_on_rank, columns, len(weight))
 
         def logits_grad(chunk: slice) -> Tensor:
@@ -319,7 +320,7 @@ def top_k_logits_grad(
 ) -> Tensor:
     """Return the gradient [c, V] of a chunk's logits.
 
-    A token of the rest has the share p_v / p_rest of the rest's slope.
+    A token among the rest gets the share p_v / p_rest of the slope of the rest.
 
     Args:
         columns: [c, K], the columns of the K tokens, or V for a token of another rank.
@@ -344,7 +345,7 @@ def event_log_probs(z: Tensor, token_ids: Tensor, settings: LogProbSettings) -> 
     z: [c, V], this rank's input of the softmax. token_ids: [c, K] int64.
 
     The probability of the rest is a sum over its tokens. One minus the probability of the K tokens
-    would be lost in rounding where these have nearly all of it.
+    would round to zero where these have nearly all of the probability.
     """
     columns, is_on_rank = local_columns(token_ids, z.shape[1], settings)
     chosen = torch.where(is_on_rank, z.gather(1, columns), 0.0)
@@ -381,15 +382,15 @@ def most_likely(z: Tensor, top_k: int, settings: LogProbSettings) -> Tensor:
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor, divergence: Divergence) -> Tensor:
-    """Return the terms of the divergence, whose sum over events it is."""
+    """Return the terms of the divergence, one for each event. Their sum is the divergence."""
     if divergence.mode == "reverse_kl":
         return log_p.exp() * (log_p - log_q)
     if divergence.mode == "forward_kl":
         return log_q.exp() * (log_q - log_p)
     log_m = log_mixture(log_p, log_q, divergence.beta)
-    of_teacher = log_q.exp() * (log_q - log_m)
-    of_student = log_p.exp() * (log_p - log_m)
-    return divergence.beta * of_teacher + (1 - divergence.beta) * of_student
+    teacher_terms = log_q.exp() * (log_q - log_m)
+    student_terms = log_p.exp() * (log_p - log_m)
+    return divergence.beta * teacher_terms + (1 - divergence.beta) * student_terms
 
 
 def slopes(log_p: Tensor, log_q: Tensor, divergence: Divergence) -> Tensor:
@@ -422,7 +423,7 @@ def accumulate(
     needs_weight: bool,
     settings: LogProbSettings,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of hidden and weight from those of each chunk's logits.
+    """Return the gradients of hidden and weight from the gradient of each chunk's logits.
 
     The sum over chunks is in fp32: a bf16 sum would soon be too large for a chunk to change it.
     """

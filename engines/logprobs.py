@@ -129,7 +129,7 @@ class LinearLogProbs(torch.autograd.Function):
             chunk = slice(start, start + settings.chunk_size)
             logits = chunk_logits(hidden, weight, candidate_ids, chunk)
             chunks.append(statistics_of(logits, targets[chunk], settings.transform))
-        statistics = ShardStatistics(*map(torch.cat, zip(*chunks)))
+        statistics = ShardStatistics(*[torch.cat(pieces) for pieces in zip(*chunks)])
         results = _combine(statistics, targets, settings)
 
         ctx.save_for_backward(

@@ -210,7 +210,8 @@ def make_grid(lengths: list[int], layout: Layout, num_ranks: int, filler: int) -
         lengths: number of tokens in each sequence.
         layout: rows, padding and the division over ranks.
         num_ranks: number of ranks in the context-parallel group.
-        filler: the length of a padding sequence that is always added; only for one rank. 0: none.
+        filler: the length of a padding sequence that is always added; only for a group of one rank.
+            0: add one only if it is needed.
     """
     padded = [round_up(length, layout.padding_multiple) for length in lengths]
     if filler:

@@ -1,14 +1,15 @@
 """How an optimizer's moments are stored: fp32, bfloat16, or 8 bits with a scale per block.
 
 A block is up to 256 neighbours in a row of a parameter. Its 8-bit codes stand for numbers between
--1 and 1, which its scale multiplies. Blocks end with the row, so a parameter that is divided by
-rows keeps its blocks, and a checkpoint can be loaded on another number of ranks.
+-1 and 1, which are multiplied by the block's scale. A block never spans two rows, so a parameter
+that is sharded by rows keeps its blocks, and a checkpoint can be loaded on another number of ranks.
 
-The codes' numbers are spaced like dynamic quantization's (Dettmers et al. 2022, 8-bit Optimizers
-via Block-wise Quantization): fine steps near the largest number of a block, and coarser ones down
-to a millionth of it. Of Adam's second moment, the square root is stored. It covers as many orders
-of magnitude as the first moment, so that a small gradient does not lose its second moment, by which
-it is divided, before its first one.
+The values of the codes are spaced as in dynamic quantization (Dettmers et al. 2022, 8-bit
+Optimizers via Block-wise Quantization): each decade below the largest number of a block, down to
+less than a millionth of it, has half as many values as the one above. Adam's second moment is
+stored as its square root, which covers as many orders of magnitude as the first moment. Otherwise
+the second moment of a small gradient would round to zero before the first one, which is divided by
+it.
 """
 
 import math
@@ -53,9 +54,9 @@ def codes_of_moments(device: torch.device) -> CodesOfMoments:
 def make_codes(signed: bool, device: torch.device) -> Codes:
     """Return codes on a device.
 
-    Each decade has twice as many numbers as the one below it. Each number is in the middle of its
-    share of the decade. Zero and one are added. With a sign, minus one takes the place of the
-    smallest negative number, since the largest number of a block may be negative.
+    Each decade has twice as many values as the one below it. A decade is divided into equal parts,
+    with a value in the middle of each. Zero and one are added. Among negative values, minus one
+    replaces the one nearest to zero, since the largest number of a block may be negative.
     """
     magnitudes = []
     for decade in range(NUM_DECADES):
@@ -70,22 +71,22 @@ def make_codes(signed: bool, device: torch.device) -> Codes:
 
 
 def to_blocks(rows: Tensor) -> Tensor:
-    """Return [R, B, 256] of [R, C]; the last block of each row is filled up with zeros."""
+    """Return rows [R, C] as blocks [R, B, 256]; the last block of each row is padded with zeros."""
     num_rows, width = rows.shape
     padded = F.pad(rows, (0, num_blocks(width) * BLOCK - width))
     return padded.view(num_rows, -1, BLOCK)
 
 
 def decode(stored: Tensor, scale: Tensor, codes: Codes) -> Tensor:
-    """Return the fp32 numbers [R, C] that [R, C] uint8 with a scale per block [R, B] stand for."""
+    """Return the numbers [R, C] fp32 of codes [R, C] uint8 with a scale per block [R, B]."""
     blocks = codes.values[to_blocks(stored).int()] * scale[:, :, None]
     return blocks.flatten(1)[:, : stored.shape[1]]
 
 
 def encode(x: Tensor, codes: Codes, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return codes [R, C] uint8 and the scale per block [R, B] fp32 of numbers [R, C] fp32.
+    """Return the codes [R, C] uint8 of numbers [R, C] fp32, and the scale per block [R, B] fp32.
 
-    With unsigned codes, positive numbers never become zero: a second moment divides.
+    With unsigned codes, positive numbers never become zero, since the update divides by them.
 
     Args:
         bits: [R, C] random numbers below 2**16 for stochastic rounding; None rounds to the nearest.

@@ -1,7 +1,7 @@
 """Optimizers of the FSDP engine, and the check of their configuration keys for both engines.
 
-Every optimizer is a function that is called with these inputs by name. It may accept inputs that it
-does not use as **_.
+Every optimizer is a function that is called with these inputs by name. With **_ in its signature,
+it ignores those it does not need.
 
     params  parameter groups with their weight_decay, in this order: hidden matrices (the matrices
             in decoder layers); embeddings, output matrix and experts; norms and biases (without
@@ -12,8 +12,8 @@ does not use as **_.
     storage how weights and moments are rounded and stored (Storage)
 
 It returns a torch optimizer or a list of them. In every step, the engine sets the learning rate of
-all groups from the schedule. A group that was created with a learning rate other than the peak
-keeps its ratio to the peak.
+all groups from the schedule. If a group's initial learning rate is not the peak, the group keeps
+its ratio to the peak.
 """
 
 from collections.abc import Callable, Iterable
@@ -69,7 +69,7 @@ def muon(
 ) -> list[Optimizer]:
     """Muon (Jordan 2024) on the hidden matrices, AdamW on the rest.
 
-    Muon's updates are scaled to the size of AdamW's (Liu 2025), so one learning rate serves both.
+    Muon's updates are scaled to the size of AdamW's (Liu 2025), so both use one learning rate.
     """
     hidden = params[0]
     rest = params[1:]
@@ -96,20 +96,21 @@ OPTIMIZERS = {"adamw": adamw, "muon": muon}
 class ShardedMuon(KeepsDtypes, torch.optim.Muon):
     """torch's Muon for DTensors, and for bfloat16 weights that are rounded stochastically.
 
-    The momentum is sharded like the parameters. Each matrix is gathered, and one of the ranks that
-    share it orthogonalizes it; the ranks work on different matrices. (If rows are sharded,
-    DTensor's own matrix products would sum partial results in bfloat16.)
+    The momentum is sharded like the parameters. Each matrix is gathered and orthogonalized on one
+    of the ranks that share it; the ranks work on different matrices. (torch's Muon would multiply
+    sharded matrices, and DTensor would sum the partial results in bfloat16.)
     """
 
     def __init__(self, params: list[dict], storage: Storage, **settings):
         super().__init__(params, **settings)
         self.storage = storage
-        # Each parameter's place among all of this optimizer's; it tells their random bits apart.
+        # Each parameter's index, with which it draws random bits of its own.
         parameters = [p for group in self.param_groups for p in group["params"]]
-        self.places = {parameter: place for place, parameter in enumerate(parameters)}
+        self.indices = {parameter: index for index, parameter in enumerate(parameters)}
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
@@ -126,7 +127,7 @@ class ShardedMuon(KeepsDtypes, torch.optim.Muon):
                 self._step_one_per_rank(parameters[start : start + shard_group.size()], group)
 
     def _begin_step(self, parameter: Tensor) -> None:
-        """Count a parameter's step, on which its random bits depend."""
+        """Create a parameter's state, and count its steps, on which its random bits depend."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             dtype = self.storage.state_dtype or parameter.dtype
@@ -173,7 +174,7 @@ class ShardedMuon(KeepsDtypes, torch.optim.Muon):
             weight.add_(local(update))
             return
         step = int(self.state[parameter]["step"])
-        key = noise_key(self.storage.seed, step, "muon", self.places[parameter])
+        key = noise_key(self.storage.seed, step, "muon", self.indices[parameter])
         first = torch.tensor(first_position(parameter), device=weight.device)
         bits = random_bits(torch.tensor(key, device=weight.device), first, weight) & LOW_16
         weight.copy_(to_bfloat16(weight.float() * decay + local(update), bits))
@@ -208,7 +209,7 @@ def build(
     has_hidden = bool(groups[0]["params"])
     make = find_optimizer(optim)
     if optim.name == "muon" and not has_hidden:
-        make = adamw  # model.freeze has left nothing for Muon
+        make = adamw  # model.freeze leaves no parameter for Muon
     optimizers = make(
         params=[group for group in groups if group["params"]],
         lr=optim.lr,
@@ -228,10 +229,11 @@ def build(
 
 
 def group_settings(optimizers: list[Optimizer], optim: DictConfig) -> list[dict]:
-    """Return the settings of each parameter group that the configuration determines.
+    """Return the settings of each parameter group that come from the configuration.
 
-    Of torch's own optimizers, these are all but the parameters. The user's own may also keep state
-    in a group, such as a counter, so only those named like an input of its function count.
+    For torch's optimizers and those of this repository, these are all but the parameters. A user's
+    own optimizer may also keep state in a group, such as a counter, so of its settings only those
+    named like an input of its function count.
     """
     configured = plugins.parameters(find_optimizer(optim)) | {"weight_decay", *optim.kwargs}
     settings = []
@@ -245,7 +247,7 @@ def group_settings(optimizers: list[Optimizer], optim: DictConfig) -> list[dict]
 
 
 def parameter_groups(model: nn.Module, layers: list[nn.Module], weight_decay: float) -> list[dict]:
-    """Group the trained parameters: hidden matrices, other matrices, and without weight decay."""
+    """Group the trained parameters: hidden matrices, other matrices, then norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     in_layers = set()
     for layer in layers:
@@ -255,14 +257,14 @@ def parameter_groups(model: nn.Module, layers: list[nn.Module], weight_decay: fl
         # Check the name too, because the biases of experts are stacked into matrices.
         if p.ndim <= 1 or name.endswith("bias"):
             not_decayed.add(id(p))
-    is_hidden = in_layers - not_decayed
-    hidden = [p for p in trained if p.ndim == 2 and id(p) in is_hidden]
+    decayed_in_layers = in_layers - not_decayed
+    hidden = [p for p in trained if p.ndim == 2 and id(p) in decayed_in_layers]
     hidden_ids = {id(p) for p in hidden}
-    others = [p for p in trained if id(p) not in hidden_ids | not_decayed]
+    other_matrices = [p for p in trained if id(p) not in hidden_ids | not_decayed]
     vectors = [p for p in trained if id(p) in not_decayed]
     return [
         {"params": hidden, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": weight_decay},
+        {"params": other_matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
 
@@ -300,7 +302,7 @@ def check_optimizer(config: DictConfig) -> None:
 
 
 def check_storage(config: DictConfig, inputs: Iterable[str]) -> None:
-    """Raise InputError for settings of the storage that the optimizer cannot keep.
+    """Raise InputError for optim.rounding or optim.state_dtype that the optimizer does not support.
 
     Args:
         inputs: names of the inputs that the optimizer's function reads.

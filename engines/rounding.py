@@ -1,9 +1,9 @@
-"""Stochastic rounding: numbers become one of their two neighbours, so that the mean stays right.
+"""Stochastic rounding: up or down at random, so that the expected result is the exact number.
 
-A number x between two neighbours a < b that a dtype can hold becomes b with probability
+A number x between two neighbouring numbers a < b of a dtype becomes b with probability
 (x - a) / (b - a), and a otherwise (Gupta et al. 2015, Deep Learning with Limited Numerical
-Precision). Rounding to the nearest neighbour loses all updates below half of their distance.
-Stochastic rounding keeps each of them with a probability in proportion to its size.
+Precision). Rounding to nearest loses every update smaller than half the distance b - a. Stochastic
+rounding keeps such an update with a probability in proportion to its size.
 
 The random bits of an element depend on trainer.seed, the step, the parameter and the element's
 position in the whole parameter, and on nothing else. So a resumed run draws the same bits, the
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 LOW_16 = 0xFFFF
-# As a signed 32-bit number: the upper 16 bits, which are those of a bfloat16 number.
+# As a signed 32-bit number: a mask of the upper 16 bits, which are those of a bfloat16 number.
 HIGH_16 = -(2**16)
 # Odd factors that mix bits well, as signed 32-bit numbers (lowbias32 by C. Wellons).
 FACTORS = (0x7FEB352D, 0x846CA68B - 2**32)
@@ -47,10 +47,7 @@ def random_bits(key: Tensor, first: Tensor, like: Tensor) -> Tensor:
 
 
 def mix(x: Tensor) -> Tensor:
-    """Map 32-bit numbers one to one to others that look random.
-
-    Products are taken modulo 2**32, as the arithmetic of int32 is.
-    """
+    """Map 32-bit numbers one to one to numbers that look random. Products wrap around."""
     x = x ^ upper_bits(x, 16)
     x = x * FACTORS[0]
     x = x ^ upper_bits(x, 15)
@@ -59,12 +56,12 @@ def mix(x: Tensor) -> Tensor:
 
 
 def upper_bits(x: Tensor, shift: int) -> Tensor:
-    """Return x >> shift with zeros moving in from above, also for negative numbers."""
+    """Return x >> shift with zeros shifted in from the left, also for negative numbers."""
     return (x >> shift) & (2 ** (32 - shift) - 1)
 
 
 def to_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
-    """Round fp32 numbers stochastically. Infinities and NaN stay what they are.
+    """Round fp32 numbers stochastically. Infinities and NaN are kept.
 
     Args:
         x: fp32.

@@ -1,7 +1,7 @@
 """Learning-rate schedules as pure functions of the step, so that a resume has nothing to restore.
 
 Every schedule is a function that is called with these inputs by name, and returns a factor of the
-peak learning rate. It may accept inputs that it does not use as **_.
+peak learning rate. With **_ in its signature, it ignores inputs that it does not need.
 
     step         the number of steps since the warm-up, from 0
     total_steps  the number of steps after the warm-up

@@ -3,12 +3,12 @@
 The teacher runs first, without a gradient. Its results wait in host memory, as fields of the batch
 in which the student is trained:
 
-    teacher_ids        [T, K] int32 and
-    teacher_log_probs  [T, K + 1] fp32: its K most likely tokens, their log-probabilities and that
-                       of all others
-    teacher_hidden     [T, h] of the compute dtype, in their place: its last hidden states, if the
-                       divergence covers the whole vocabulary. The student's head then applies the
-                       teacher's output matrix to them, a chunk of tokens at a time
+    teacher_ids        [T, K] int32: the teacher's K most likely tokens
+    teacher_log_probs  [T, K + 1] fp32: their log-probabilities, and that of all other tokens
+    teacher_hidden     [T, h] of the compute dtype: the teacher's last hidden states. They replace
+                       the two fields above if the divergence covers the whole vocabulary. The
+                       student's head then applies the teacher's output matrix to them, a chunk of
+                       tokens at a time
     teacher_number     [T] int64: which of several teachers; equal for all tokens of a sequence
 
 Entry t belongs to the prediction of token t.
@@ -36,10 +36,9 @@ FIELDS = (*OUTPUTS, NUMBER)
 
 
 class TeacherRows:
-    """The fields of m tokens, in host memory; None: there is no such field.
+    """The fields of m tokens, in host memory. A field that the batch does not have is None.
 
-    Not a dataclass: FSDP casts the tensors in dataclasses that a model is called with to the
-    compute dtype.
+    This is not a dataclass: FSDP would cast the tensors in it to the compute dtype.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Distillation:
         """Return the divergence at each of m tokens: [m] fp32, differentiable.
 
         Args:
-            hidden: [m, h], and weight [V, h]: the student's, as in linear_log_probs().
+            hidden, weight: [m, h] and [V, h]: the student's, as in linear_log_probs().
             settings: the student's.
         """
         settings = with_temperature(settings, self.temperature)
@@ -142,7 +141,7 @@ class TopKHead(nn.Module):
         """
         Args:
             head: the engine's own LogProbHead, which knows how ranks divide the vocabulary.
-            num_tokens: the tokens that both models have: those after them are left out.
+            num_tokens: the number of tokens that both models have. Further tokens are left out.
             temperature: divides the logits.
         """
         super().__init__()

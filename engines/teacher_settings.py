@@ -1,6 +1,7 @@
-"""Which teachers a run has: the keys of the group `distill`, which train_ppo.py has in `algorithm`.
+"""Which teachers a run has: the keys of the group `distill` (train_ppo.py: `algorithm.distill`).
 
-teacher: one model, or "self", the student with another prompt. teachers: several models by name.
+teacher   one model, or "self": the student with another prompt
+teachers  several models by name
 """
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,7 +11,7 @@ ROLE = "teacher"  # several teachers have the roles "teacher NAME"
 
 
 def distill_group(config: DictConfig) -> str:
-    """Return the name of the group of keys."""
+    """Return the full name of the group `distill`."""
     return "algorithm.distill" if "algorithm" in config else "distill"
 
 
@@ -37,7 +38,7 @@ def is_self_taught(config: DictConfig) -> bool:
 
 
 def teacher_paths(config: DictConfig) -> dict[str, str]:
-    """Return configuration key -> path of each teacher that is a model of its own, in order."""
+    """Return configuration key -> path for each teacher that is not the student, in order."""
     distill = distill_settings(config)
     if distill is None or not uses_teacher(config) or is_self_taught(config):
         return {}
@@ -48,7 +49,7 @@ def teacher_paths(config: DictConfig) -> dict[str, str]:
 
 
 def teacher_roles(config: DictConfig) -> dict[str, str]:
-    """Return role -> path of the same teachers."""
+    """Return role -> path for each teacher that is not the student, in order."""
     paths = teacher_paths(config).values()
     roles = [ROLE]
     if uses_teacher(config) and has_several(config):

@@ -50,10 +50,10 @@ def check_vocabulary(
 ) -> None:
     """Raise InputError for a teacher that does not share the student's vocabulary.
 
-    Both models may have further rows in their embeddings, which pad the vocabulary.
+    The embeddings of both models may have further rows, which pad the vocabulary.
 
     Args:
-        name: the teacher for messages, as key=value.
+        name: the setting that names the teacher, as key=value, for messages.
         path: the directory of the teacher.
         num_tokens, num_teacher_tokens: the rows in the embedding of each model.
     """
@@ -71,8 +71,9 @@ def check_vocabulary(
         if student_vocabulary[token_id] != teacher_vocabulary[token_id]:
             raise InputError(
                 f"{name} has another vocabulary than model.path={config.model.path}: token "
-                f"{token_id} is {teacher_vocabulary[token_id]!r} there and "
-                f"{student_vocabulary[token_id]!r} here. Choose models with the same vocabulary"
+                f"{token_id} is {teacher_vocabulary[token_id]!r} in the teacher and "
+                f"{student_vocabulary[token_id]!r} in the student. Choose models with the same "
+                "vocabulary"
             )
     largest = max(student_vocabulary)
     if largest >= num_teacher_tokens:
@@ -84,7 +85,7 @@ def check_vocabulary(
 
 
 def check_top_k(config: DictConfig, num_tokens: int) -> None:
-    """Raise InputError if top_k is more than the tokens that student and teacher have."""
+    """Raise InputError if top_k exceeds the number of tokens that student and teacher share."""
     top_k = distill_settings(config).top_k
     key = f"{distill_group(config)}.top_k"
     if top_k > num_tokens:
@@ -118,7 +119,13 @@ class Teachers:
     def __init__(
         self, config: DictConfig, engines: Sequence[Engine], student: Engine, offloaded: list[str]
     ) -> None:
-        """config: of the run. engines: of the teachers; none if the student teaches itself."""
+        """
+        Args:
+            config: the configuration of the run.
+            engines: the teachers' engines; none if the student teaches itself.
+            student: the student's engine.
+            offloaded: see above; ignored if the student teaches itself.
+        """
         self.settings = distill_settings(config)
         self.is_self = not engines
         self.engines = list(engines) or [student]
@@ -133,12 +140,12 @@ class Teachers:
         return self.engines[0]
 
     def compute(self, parts: Parts) -> dict[str, Tensor]:
-        """Return the fields that engines/teacher.py lists, for all tokens of a share.
+        """Return the fields that engines/teacher.py lists, for all tokens of this rank's batches.
 
         Only the last pipeline stage gets them; elsewhere the result is empty.
 
         Args:
-            parts: batches and their micro-batches, which make up the share.
+            parts: the batches, each with its micro-batches.
         """
         self.matrices = []
         outputs: list[Tensor] = []
@@ -184,28 +191,33 @@ class Teachers:
 
 
 def token_outputs(engine: Engine, head: nn.Module, parts: Parts) -> tuple[Tensor, ...]:
-    """Return the outputs of another head for all tokens of a share: [T, ...] each, on the host.
+    """Return the outputs of another head for all tokens of the parts: [T, ...] each, on the host.
 
-    Empty, except on the last pipeline stage. See Engine.token_outputs().
+    The result is empty except on the last pipeline stage. See Engine.token_outputs().
     """
     results = [engine.token_outputs(batch, head, plan) for batch, plan in parts]
-    return tuple(map(torch.cat, zip(*results)))
+    return tuple(torch.cat(pieces) for pieces in zip(*results))
 
 
 def taught_by(number: int, batch: Batch, micro_batches: MicroBatches) -> MicroBatches:
-    """Return the micro-batches with the sequences of one teacher alone.
+    """Return the micro-batches with only the sequences of one teacher.
 
-    Their number stays, since all ranks compute them together. Some may be empty.
+    Their number does not change, since all ranks compute them together. Some may be empty.
     """
-    is_taught = batch.fields["teacher_number"][batch.cu_seqlens[:-1]] == number
-    taught = set(is_taught.nonzero()[:, 0].tolist())
-    return [(size, list(filter(taught.__contains__, members))) for size, members in micro_batches]
+    is_taught = (batch.fields["teacher_number"][batch.cu_seqlens[:-1]] == number).tolist()
+    result = []
+    for size, members in micro_batches:
+        result.append((size, [i for i in members if is_taught[i]]))
+    return result
 
 
 def merge(merged: list[Tensor], outputs: Sequence[Tensor], is_own: Tensor) -> list[Tensor]:
-    """Return the outputs of several teachers in one: [T, ...] each, as wide as the widest.
+    """Return the outputs of several teachers, merged: [T, ...] each, as wide as the widest.
 
-    merged: those of the teachers so far; empty at first. is_own: [T] bool, the tokens of `outputs`.
+    Args:
+        merged: the merged outputs of the teachers so far; empty at first.
+        outputs: the outputs of the next teacher, [T, ...] each.
+        is_own: [T] bool, the tokens of the next teacher.
     """
     merged = merged or [torch.zeros_like(x) for x in outputs]
     result = []
@@ -218,7 +230,7 @@ def merge(merged: list[Tensor], outputs: Sequence[Tensor], is_own: Tensor) -> li
 
 
 def move_outputs(outputs: dict[str, Tensor], is_from: Tensor, is_to: Tensor) -> dict[str, Tensor]:
-    """Return outputs for the tokens of other sequences that have the same responses.
+    """Move outputs to the same responses in other sequences, such as those with another prompt.
 
     Args:
         outputs: [T, ...] each.

@@ -98,11 +98,11 @@ def first_difference(setups: list[dict[str, str]]) -> str:
     names = dict.fromkeys(name for setup in setups for name in setup)
     for name in names:
         values = [setup.get(name, "missing") for setup in setups]
-        others = [rank for rank, value in enumerate(values) if value != values[0]]
-        if others:
-            ranks = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+        differing = [rank for rank, value in enumerate(values) if value != values[0]]
+        if differing:
+            ranks = ", ".join(map(str, differing[:8])) + (", ..." if len(differing) > 8 else "")
             return (
-                f"{name} differs between ranks: {values[0]} on rank 0, {values[others[0]]} on rank "
-                f"{ranks}: {ADVICE}"
+                f"{name} differs between ranks: {values[0]} on rank 0, {values[differing[0]]} on "
+                f"rank {ranks}: {ADVICE}"
             )
     return f"the ranks have the same settings in another order: {ADVICE}"

@@ -250,7 +250,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error reports that device memory has run out.
 
     torch has a class for that. vLLM's allocator, which maps memory when its engine wakes up, and
-    CUDA's own libraries raise a plain RuntimeError with the words of CUDA.
+    CUDA's own libraries raise a plain RuntimeError with CUDA's message.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True

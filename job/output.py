@@ -24,7 +24,7 @@ class Lock:
     """A lock file, {directory}/.lock, which names the process that writes to the directory.
 
     The process holds the lock with flock, and touches the file for as long as it lives. On file
-    systems without flock, or without flock across hosts, a file that nobody touches is stale.
+    systems without flock, or without flock across hosts, a file that is no longer touched is stale.
     """
 
     def __init__(self, directory: Path):

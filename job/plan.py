@@ -56,12 +56,12 @@ def describe_rows(stats: dict) -> str:
     Args:
         stats: their counts, as tokenization.write_arrays() describes them.
     """
-    others = dict(stats)
-    text = f"{count_of(others.pop('rows'), 'row')} with {count_of(others.pop('tokens'), 'token')}"
-    if "loss_tokens" in others:
-        text += f", {others.pop('loss_tokens'):,} of them trained"
-    text += f"; the longest row has {count_of(others.pop('max_length'), 'token')}"
-    for name, count in others.items():
+    counts = dict(stats)
+    text = f"{count_of(counts.pop('rows'), 'row')} with {count_of(counts.pop('tokens'), 'token')}"
+    if "loss_tokens" in counts:
+        text += f", {counts.pop('loss_tokens'):,} of them trained"
+    text += f"; the longest row has {count_of(counts.pop('max_length'), 'token')}"
+    for name, count in counts.items():
         is_reported_elsewhere = name in REASONS_FOR_UNUSED_ROWS
         if count and not is_reported_elsewhere:
             text += f"; {name.replace('_', ' ')}: {count:,}"

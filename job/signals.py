@@ -1,4 +1,4 @@
-"""Let all ranks agree on when to stop and when to save, by signals and by time."""
+"""Make all ranks agree on when to stop and when to save, by signals and by time."""
 
 import os
 import signal

@@ -64,7 +64,7 @@ MIN_SAMPLE_SIZE = 0.5
 
 
 def check_loggers(config: DictConfig) -> None:
-    """Raise InputError for a logger that is not installed, or into which nobody is logged in.
+    """Raise InputError for a logger that is not installed, or for which the user must log in.
 
     All ranks call this. Only rank 0, which writes, needs the login.
     """
@@ -306,7 +306,7 @@ class Tracker:
         if age_0_share < 1 and sample_size < MIN_SAMPLE_SIZE and not self.has_warned_of_old_tokens:
             self.print(
                 f"warning: with tokens of older weights, a step's samples are worth only "
-                f"{sample_size:.0%} of as many new ones (rollout_corr/effective_sample_size): "
+                f"{sample_size:.0%} as much as new ones (rollout_corr/effective_sample_size): "
                 "lower optim.lr, rollout.partial.max_staleness or rollout.partial.oversample"
             )
             self.has_warned_of_old_tokens = True

@@ -34,7 +34,7 @@ PRECISION = ("compute_dtype", "param_dtype", "float8", "float8_exclude")
 
 
 def cache_folder(config: DictConfig, dataset: PreferenceDataset, cache_dir: Path) -> Path:
-    """Return the folder of a data set's log-probabilities. For rank 0: reads the model's files."""
+    """Return the folder of a data set's log-probabilities. Reads the model's files: rank 0 only."""
     settings = [
         VERSION,
         fingerprint(Path(config.reference.path or config.model.path)),
@@ -99,8 +99,7 @@ def write_cache(
 ) -> None:
     """Compute the log-probabilities of all rows and write them. Called by all ranks.
 
-    Each batch is divided over the ranks like one that is trained on; rank 0 writes the results of
-    all of them.
+    Each batch is divided over the ranks as in training; rank 0 writes the results of all ranks.
     """
     writer = Writer(folder, len(dataset.input_ids))
     group = dist.new_group(backend="gloo")
@@ -147,6 +146,7 @@ class Writer:
         self.stack = ExitStack()
 
     def open(self) -> None:
+        """Create the array in a temporary folder."""
         self.work = self.stack.enter_context(working_folder(self.folder))
         disk.require(self.work, 4 * self.num_tokens)
         self.array = np.lib.format.open_memmap(
@@ -157,6 +157,7 @@ class Writer:
         self.array[start : start + len(values)] = values
 
     def finish(self) -> None:
+        """Write the checksums, and rename the temporary folder."""
         self.array.flush()
         write_checksums(self.work)
         if self.folder.exists() and not is_intact(self.folder):
@@ -168,5 +169,5 @@ class Writer:
                 raise
 
     def close(self) -> None:
-        """Remove what is not complete."""
+        """Remove the files if they are not complete."""
         self.stack.close()

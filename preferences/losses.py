@@ -39,8 +39,8 @@ class PairInputs:
 class AnswerInputs:
     """The inputs that a loss of single answers may read: [n] fp32, except for is_chosen and kl.
 
-    log_probs and log_ratios have gradients. Naming log_ratios requests the reference model; naming
-    kl requests it, and passes of both models over answers to other prompts.
+    log_probs and log_ratios have gradients. Naming log_ratios requests the reference model. Naming
+    kl requests it too, and passes of both models over answers to other prompts.
     """
 
     log_probs: Tensor
@@ -81,7 +81,7 @@ class PreferenceLoss:
 
     @classmethod
     def of(cls, config: DictConfig) -> "PreferenceLoss":
-        """Find the function. Raises InputError if it cannot be called with what it would get."""
+        """Find the function. Raises InputError if its parameters do not fit these inputs."""
         algorithm = config.algorithm
         name = algorithm.loss
         raw = plugins.find(KEY, name, PREFERENCE_LOSSES)
@@ -152,7 +152,10 @@ class PreferenceLoss:
         return losses, torch.stack([chosen, rejected], 1), (chosen > rejected).float()
 
     def _of_answers(self, answers: "Answers", kl: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return losses, rewards, and whether rewards are on their side of the baseline, [n, 2]."""
+        """Return losses, rewards, and whether rewards are on the right side of the baseline.
+
+        All are [n, 2]. A chosen answer's reward should be above the baseline, a rejected one's not.
+        """
         shape = answers.log_probs.shape
         column = torch.arange(2, device=answers.log_probs.device)
         is_chosen = (column == 0).expand(shape)
@@ -171,9 +174,9 @@ class PreferenceLoss:
 
     def _call(self, inputs: Inputs, returned: tuple[str, ...]) -> tuple:
         """Call the function with the inputs that it reads, and check the number of results."""
-        arguments = {name: getattr(inputs, name) for name in names_of(type(inputs))}
-        given = {name: value for name, value in arguments.items() if value is not None}
-        result = self.function(**given)
+        values = {name: getattr(inputs, name) for name in names_of(type(inputs))}
+        arguments = {name: value for name, value in values.items() if value is not None}
+        result = self.function(**arguments)
         if not isinstance(result, tuple) or len(result) != len(returned):
             raise InputError(f"{KEY}={self.name} must return {', '.join(returned)}")
         return result
@@ -239,7 +242,7 @@ class Answers:
     """Sums over the tokens of each answer of a micro-batch; all [n, 2] for the n rows of its batch.
 
     Column 0 is for chosen answers, and column 1 for rejected ones. Answers that are not in the
-    micro-batch have harmless values, from which no gradient flows: a loss computes them, too.
+    micro-batch have harmless values without a gradient, since the loss function reads them too.
 
     log_probs   fp32, sums of log-probabilities; -1 for missing answers
     log_ratios  fp32, sums of differences to the reference; 0 for missing answers; None: there is no

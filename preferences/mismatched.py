@@ -4,8 +4,8 @@ KTO compares the reward of an answer with the divergence of the policy from the 
 (Ethayarajh et al. 2024). The divergence is estimated on mismatched pairs: the prompt of each row
 with the answer of another row of the batch. Both models compute their log-probabilities before the
 update, in evaluation mode, and the mean over the whole batch, over all ranks, is one number. So
-the baseline depends neither on the number of ranks nor on micro-batches. (The paper, and TRL, take
-the mean over the micro-batch of each device or of all of them.)
+the baseline depends neither on the number of ranks nor on micro-batches. (The paper and TRL take
+the mean over the current micro-batch instead, of one device or of all devices.)
 """
 
 import torch
@@ -19,9 +19,8 @@ from preferences.reference import Reference
 def mismatched(batch: Batch, max_length: int) -> Batch:
     """Return each prompt of a batch with the answer of the previous row that has the same label.
 
-    If the previous row has no answer with this label, its other answer is taken. The last row comes
-    before the first one. The prompt of a sequence ends with the token before the first trained
-    one.
+    If the previous row has no answer with this label, its other answer is taken. The first row's
+    previous row is the last one. A prompt ends before the first token that is trained on.
 
     Args:
         batch: with the fields of PreferenceDataset.batch().

@@ -18,8 +18,8 @@ from preferences.losses import PreferenceLoss
 def role_configs(config: DictConfig, loss: PreferenceLoss) -> dict[str | None, DictConfig]:
     """Return the configuration of each engine that is on the device while the run trains.
 
-    The only role without a name is the trained model's. There is no engine for the reference if the
-    loss reads none, if its log-probabilities are cached, or if it is the model without adapters.
+    The trained model has the role None. There is no engine for the reference if the loss reads
+    none, if its log-probabilities are cached, or if it is the trained model without adapters.
     """
     roles: dict[str | None, DictConfig] = {None: config}
     if has_own_engine(config, loss) and not config.reference.cache:
@@ -28,7 +28,7 @@ def role_configs(config: DictConfig, loss: PreferenceLoss) -> dict[str | None, D
 
 
 def has_own_engine(config: DictConfig, loss: PreferenceLoss) -> bool:
-    """Return whether the reference is a model of its own, and not the one without adapters."""
+    """Return whether the reference is a separate model, not the trained one without adapters."""
     return loss.needs_reference and bool(config.reference.path or not config.model.lora.rank)
 
 
@@ -69,8 +69,8 @@ def model_stages(config: DictConfig, loss: PreferenceLoss, has_validation: bool)
 class Reference:
     """Computes the reference's log-probabilities with an engine.
 
-    engine           the frozen engine, or the trained one
-    without_adapters  whether the engine's adapters are disabled meanwhile
+    engine            the frozen engine, or the trained one
+    without_adapters  whether the engine's adapters are disabled in these passes
     """
 
     def __init__(self, engine: Engine, without_adapters: bool):

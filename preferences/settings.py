@@ -63,7 +63,7 @@ def check_lengths(
 ) -> None:
     """Raise InputError if a pair, which stays in one micro-batch, does not fit into one.
 
-    Or if an answer to another prompt does not, for a loss that needs these.
+    For a loss with a KL baseline, this includes every prompt with the answer to another one.
     """
     lengths = dataset.answer_lengths
     if loss.needs_kl:

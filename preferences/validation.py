@@ -33,6 +33,7 @@ class Totals:
         self.num_rejected += counts.num_rejected
 
     def metrics(self) -> dict[str, float]:
+        """Return the means over all rows."""
         chosen = self.chosen / max(1, self.num_chosen)
         rejected = self.rejected / max(1, self.num_rejected)
         return {

@@ -225,6 +225,7 @@ def stages_of(run: Path, step: int) -> dict[str, Path]:
 
 
 def compare_stage(stage: str, folder_a: Path, folder_b: Path, settings: Settings) -> ExitCode:
+    """Compare the dumps of one stage, and print the result."""
     ranks_a = read_ranks(folder_a)
     ranks_b = read_ranks(folder_b)
     if not have_same_layout(ranks_a, ranks_b):
@@ -392,6 +393,7 @@ def report(comparison: Comparison, settings: Settings) -> ExitCode:
 
 
 def print_agreement(comparison: Comparison, largest: Pair, note: str) -> None:
+    """Print that all compared tensors agree, and how many could be compared."""
     num_compared = len(comparison.pairs)
     subject = f"{num_compared} tensors agree"
     if not comparison.is_complete_enough:

@@ -307,6 +307,7 @@ def describe(key: OutputKey, coordinates: Coordinates) -> str:
 
 
 def to_tensor(run: Outputs, module: str, statistics: Statistics) -> DumpedTensor:
+    """Return pooled statistics in the form of a dumped tensor, for the report."""
     name = module if "{" in module else run.own_names[module]
     values = {
         "max": statistics.max,

@@ -139,7 +139,7 @@ class Msprobe(Tool):
     def _counting_failures(self, stage: Stage):
         try:
             yield
-        except Exception as error:  # msprobe raises all kinds
+        except Exception as error:  # msprobe may raise any error
             if self.options.strict:
                 raise RuntimeError(
                     f"msprobe could not dump {stage.name} of step {stage.step}: {error}"
@@ -285,7 +285,7 @@ def check_config(path: Path, task: str, level: str) -> None:
     try:
         parsed = parse_json_config(str(path), task)
         mode = DebuggerConfig(*parsed, task, str(path.parent), level).summary_mode
-    except Exception as error:  # msprobe raises all kinds
+    except Exception as error:  # msprobe may raise any error
         raise ValueError(
             f"profiler.msprobe.config_path={path} is rejected by msprobe: {error}"
         ) from None

@@ -108,6 +108,7 @@ class OutputRecorder:
         self.has_padding = False
 
     def start(self) -> None:
+        """Register hooks on all modules except those that contain decoder layers."""
         coordinates = self.engine.coordinates()
         self.tp_rank, self.tp_size = coordinates.get("tp", (0, 1))
         modules = self.engine.modules()
@@ -121,11 +122,13 @@ class OutputRecorder:
                 self.handles.append(module.register_forward_hook(hook))
 
     def stop(self) -> None:
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
 
     def write(self, path: Path) -> None:
+        """Write the records as JSON; read_outputs() reads them."""
         outputs = [[*key, in_numbers(calls)] for key, calls in self.calls.items()]
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         content = {

@@ -194,6 +194,7 @@ def panels_with_data(lines: list[Line]) -> list[Panel]:
 
 
 def draw_metrics(axis, lines: list[Line], names: list[str]) -> None:
+    """Draw the named metrics as lines over the steps."""
     for name in names:
         points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
         marker = "o" if len(points) < MAX_MARKED_POINTS else None

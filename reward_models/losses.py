@@ -63,7 +63,7 @@ class RewardLoss:
 
     @classmethod
     def of(cls, config: DictConfig) -> "RewardLoss":
-        """Find the function. Raises InputError if it cannot be called with what it would get."""
+        """Find the function. Raises InputError if its parameters do not fit these inputs."""
         algorithm = config.algorithm
         name = algorithm.loss
         reads = plugins.parameters(plugins.find(KEY, name, REWARD_LOSSES))
@@ -162,16 +162,16 @@ class Counts:
 
     @classmethod
     def of(cls, batch: Batch) -> "Counts":
-        """Count those of a batch with the field `answer`."""
+        """Count the rows and conversations of a batch with the field `answer`."""
         return cls(int(batch.fields["answer"].max()) // 2 + 1, len(batch))
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of a micro-batch, and what they should be; [n, 2] for the n rows of its batch.
+    """The scores of a micro-batch and their targets; [n, 2] for the n rows of its batch.
 
-    Column 0 is for chosen or single answers, and column 1 for rejected ones. Those that are not in
-    the micro-batch have 0.
+    Column 0 is for chosen or single answers, and column 1 for rejected ones. Entries for answers
+    that are not in the micro-batch are 0.
 
     scores      fp32, with gradient
     targets     fp32: the margin of a pair, or the score of a row

@@ -98,11 +98,11 @@ def check_lengths(
 
 
 def choose_padding(config: DictConfig, tokenizer, datasets: list[RewardDataset]) -> int | None:
-    """Return the token that transformers shall take for padding in the exported model.
+    """Return the padding token to write into the exported model's configuration.
 
-    transformers reads the score at the last token that is not padding. So padding must be a token
-    with which no conversation ends: that of the tokenizer, else that of the model. If there is
-    none, rank 0 prints what that means.
+    transformers reads the score at the last token that is not padding. So the padding token must be
+    one with which no conversation ends: the tokenizer's, or else the model's. If both fail, this
+    function returns None, and rank 0 prints the consequence.
     """
     last_tokens = set().union(*(dataset.last_tokens() for dataset in datasets))
     hf_config = read_hf_config(config.model.path)
@@ -112,8 +112,9 @@ def choose_padding(config: DictConfig, tokenizer, datasets: list[RewardDataset])
             return token
     if dist.get_rank() == 0:
         print(
-            "the export gets no pad_token_id, because the tokenizer has no padding token with "
-            f"which no row ends, and transformers would skip that token: {PADDING_ADVICE}",
+            "the export gets no pad_token_id: neither the tokenizer nor the model has a padding "
+            "token with which no row ends, and transformers reads the score before the padding. "
+            f"To use the export, {PADDING_ADVICE}",
             flush=True,
         )
     return None

@@ -2,6 +2,7 @@
 
     roles         the engines, vLLM and the grader of a run, and the stages of a step
     teacher       on-policy distillation: the teachers' checks, and their part in a step
+    reward_model, scoring    the reward model: its checks, and its part in a step
     models        which models a run has, and the configuration of each
     functions     the functions that the configuration names, and the inputs they may read
     settings      checks of the configuration

@@ -27,8 +27,8 @@ class Source(Protocol):
         """Return graded responses to prompts, with greedy baselines if the estimator reads them.
 
         Args:
-            num_groups: how many groups are missing. There may be more, or fewer at the end of a
-                run.
+            num_groups: how many groups are missing. The result may have more of them, or fewer at
+                the end of a run.
             first_group: the number of the first group.
         """
 

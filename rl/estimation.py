@@ -239,7 +239,7 @@ def estimate_advantages(
 ) -> Estimate:
     """Call the advantage estimator, and spread its results over the tokens.
 
-    An estimator that reads tokens sees every sequence, any other one sees every episode once.
+    An estimator that reads tokens gets each sequence as a response, any other one each episode.
     """
     share = tokens.share
     is_per_token = bool(reads_tokens(config))
@@ -276,7 +276,7 @@ def advantage_inputs(
     shaped: ShapedRewards,
     units: Episodes,
 ) -> AdvantageInputs:
-    """Return the inputs of an estimator for which each of these units is a response."""
+    """Return the estimator's inputs. units: which sequences are one response for it."""
     fields = tokens.share.batch.fields
     baseline = samples.baseline
     return AdvantageInputs(
@@ -374,7 +374,7 @@ def measure_off_policy(config: DictConfig, samples: Samples, tokens: ResponseTok
 
 
 def reject_tokens(config: DictConfig, samples: Samples, tokens: ResponseTokens) -> Rejection:
-    """Leave out what should not be learned from.
+    """Leave out the tokens that should not be learned from.
 
     algorithm.rollout_rs rejects tokens that are too far off the trainer's policy, and
     algorithm.mask_truncated leaves out truncated responses, or episodes.

@@ -54,7 +54,7 @@ class AdvantageInputs:
     sum_by_response    function: x [T] -> [n] float64, the sums of x over the tokens of each
                        response, on all ranks
     parts              name -> [n] fp32: the named parts of the scores
-    part_weights       name -> float: reward.weights, which is 1 for a part that it does not name
+    part_weights       name -> float: reward.weights, with 1 for parts that it does not name
     num_sequences      n
     total              function: x [T] -> the sum of x over the response tokens of all ranks, a
                        float64 scalar
@@ -236,8 +236,8 @@ def call(function: Callable, inputs: Inputs) -> Any:
 def call_estimator(config: DictConfig, inputs: AdvantageInputs) -> Any:
     """Call the advantage estimator.
 
-    Raises InputError for what a built-in one does not accept. An error in a user's own function
-    keeps its traceback.
+    Raises InputError for inputs that a built-in estimator does not accept. An error in a user's own
+    function keeps its traceback.
     """
     key = "adv_estimator"
     function = find_function(config, key)

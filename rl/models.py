@@ -63,7 +63,7 @@ def role_configs(config: DictConfig) -> dict[str, DictConfig]:
     if uses_reward_model(config):
         roles[REWARD_MODEL] = reward_model_config(config)
     for role in roles.keys() - {"actor"}:
-        # Their experts are their own.
+        # Only the actor replays vLLM's experts; the other models choose their own.
         roles[role] = OmegaConf.merge(roles[role], {"rollout": {"routing_replay": False}})
     return roles
 

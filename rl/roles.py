@@ -94,7 +94,7 @@ class Roles:
         if adapters.shares_base(config, dist.get_world_size()):
             self.rollout = Rollout(config, this_device)
         self.probe = probe.Probe(config) if config.model.lora.rank else None
-        # In the first step of each process.
+        # The KV cache is checked in the first step after each start.
         self.must_check_kv_cache = config.rollout.kv_cache_dtype == "fp8"
         role_config = role_configs(config)
         # The schedule of the actor begins when the critic has warmed up.
@@ -171,7 +171,7 @@ class Roles:
         self.sampler = self._start_sampler()
 
     def _start_sampler(self) -> Sampler | EpisodeSampler:
-        """Return what draws responses, or episodes of several turns."""
+        """Return the sampler of responses, or of episodes of several turns."""
         config = self.config
         if config.rollout.episode:
             return EpisodeSampler.start(
@@ -287,7 +287,7 @@ class Roles:
         return samples, source.batch_index
 
     def _start_partial(self, dataset, rows_of_batch: RowsOfBatch, step: int) -> PartialSampler:
-        """Return what carries responses from step to step, as the checkpoint has left it.
+        """Return the sampler that carries responses from step to step, restored from a checkpoint.
 
         step: the next step, from 1.
         """
@@ -363,7 +363,7 @@ class Roles:
             teacher.number_teachers(self.config, samples)
             seen_by_teacher = None
             if self.config.data.teacher_prompt_key:
-                seen_by_teacher = teacher.behind_teacher_prompts(samples, self.host_group)
+                seen_by_teacher = teacher.after_teacher_prompts(samples, self.host_group)
             return divide(samples, mini_batches, self.actor, self.host_group, seen_by_teacher)
 
     def compute_log_probs(self, share: Share, step: int) -> None:

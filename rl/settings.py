@@ -76,7 +76,7 @@ def check_advantage_inputs(config: DictConfig) -> None:
 
 
 def check_step_rewards(config: DictConfig) -> None:
-    """Raise InputError if rewards of steps are read but not given, or given but misread."""
+    """Raise InputError if the estimator lacks rewards of steps, or would not read them."""
     reads = inputs_read(config, "adv_estimator")
     estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
     if not config.reward.step_rewards:
@@ -140,7 +140,7 @@ def check_estimator_teaches(config: DictConfig) -> None:
 
 
 def check_whitening(config: DictConfig) -> None:
-    """Raise InputError if advantages are to be whitened that the estimator has whitened already."""
+    """Raise InputError for algorithm.whiten_advantages if the estimator whitens them itself."""
     name = config.algorithm.adv_estimator
     if config.algorithm.whiten_advantages and name in WHITENED:
         raise InputError(

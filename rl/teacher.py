@@ -4,8 +4,8 @@ The policy generates. A frozen teacher computes its own next-token distributions
 these responses. The actor's loss contains the divergence between both distributions at each token
 (engines/divergence.py), weighted like the policy loss.
 
-With several teachers, a column of each row names its own. With data.teacher_prompt_key, the teacher
-sees the same response behind another prompt. Such a teacher may be the policy itself.
+With several teachers, a column of each row names its teacher. With data.teacher_prompt_key, the
+teacher sees the same response after another prompt. Such a teacher may be the policy itself.
 """
 
 from dataclasses import replace
@@ -152,8 +152,8 @@ def number_teachers(config: DictConfig, samples: Samples) -> None:
     )
 
 
-def behind_teacher_prompts(samples: Samples, group: dist.ProcessGroup | None = None) -> Samples:
-    """Return the same responses behind the prompts that the teacher sees. Called by all ranks."""
+def after_teacher_prompts(samples: Samples, group: dist.ProcessGroup | None = None) -> Samples:
+    """Return the same responses after the prompts that the teacher sees. Called by all ranks."""
     batch = samples.batch
     sequences = []
     masks = []

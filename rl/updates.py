@@ -37,12 +37,12 @@ def log_probs(engine: Engine, share: Share) -> Tensor:
 def check_fp8_kv_cache(share: Share, trainer_log_probs: Tensor, group: dist.ProcessGroup) -> None:
     """Check on a step's responses that FP8 holds this model's keys and values well enough.
 
-    Some models have keys that 3 bits of mantissa represent badly. Their responses, drawn with such
-    a cache, are worth nothing, and no correction can help. Called by all ranks together.
+    Some models have keys that 3 bits of mantissa represent badly. Responses that are drawn with
+    such a cache are useless, and no correction can help. Called by all ranks together.
 
     Args:
-        trainer_log_probs: [T] fp32, those of the weights that vLLM had.
-        group: of all ranks, in host memory.
+        trainer_log_probs: [T] fp32, computed with the same weights that vLLM had.
+        group: a group of all ranks for tensors in host memory.
 
     Raises:
         InputError: vLLM's log-probabilities are too far from these, on average over all ranks.
@@ -56,8 +56,8 @@ def check_fp8_kv_cache(share: Share, trainer_log_probs: Tensor, group: dist.Proc
     if not gap <= MAX_FP8_GAP:
         raise InputError(
             "rollout.kv_cache_dtype=fp8: vLLM's log-probabilities of its responses differ from the "
-            f"trainer's by {gap:.2g} nats on average, and 8 bits explain at most {MAX_FP8_GAP:g}: "
-            "they do not suffice for this model's keys and values; set rollout.kv_cache_dtype=auto"
+            f"trainer's by {gap:.2g} nats on average, but 8 bits explain at most {MAX_FP8_GAP:g}. "
+            "This model's keys and values need 16 bits: set rollout.kv_cache_dtype=auto"
         )
 
 

@@ -22,8 +22,8 @@ def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, flo
     """Return the metrics of n responses, or episodes, to each prompt.
 
     function: reward.function. The mean score is called val/{function}, and the mean of each part
-    val/{function}/{part}. The mean score of a reward model is val/reward_model; it is no part of
-    val/{function}.
+    val/{function}/{part}. The mean score of a reward model is val/reward_model; it is not included
+    in val/{function}.
 
     Episodes of several turns add the metrics in EPISODE_METRICS.
 

@@ -34,7 +34,7 @@ class Share:
     is_reporter   [m] bool: whether this rank reports the numbers of a response to the other ranks:
                   it does if it is the first rank that trains on the response
     group         the group of all ranks for tensors in host memory; None: the default group
-    teacher_batch  the same responses behind the prompts that a teacher sees; None: the same prompts
+    teacher_batch  the same responses after the prompts that a teacher sees; None: the same prompts
     """
 
     batch: Batch
@@ -115,7 +115,7 @@ def divide(
     """Send the tokens of a step to the ranks that train on them. Called by all ranks.
 
     mini_batches: [n] int64, the mini-batch of each response. seen_by_teacher: the same responses
-    behind other prompts, which become Share.teacher_batch.
+    after other prompts, which become Share.teacher_batch.
     """
     dp_rank_of_rank = gather_dp_ranks(engine, group)
     routes = plan_mini_batches(samples, mini_batches, engine, group)

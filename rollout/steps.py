@@ -57,7 +57,7 @@ def place_steps(
 def token_at(
     tokenizer, ids: list[int], num_characters: int, first: int, skip_special_tokens: bool
 ) -> int:
-    """Return the first token, not before `first`, with which so many characters are complete."""
+    """Return the first token, from `first` on, that completes this many characters."""
 
     def characters_up_to(token: int) -> int:
         text = tokenizer.decode(ids[: token + 1], skip_special_tokens=skip_special_tokens)

@@ -1,4 +1,4 @@
-"""A sampler of the user: a function that chooses the rows of each batch (data.sampler)."""
+"""The user's own sampler: a function that chooses the rows of each batch (data.sampler)."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -56,7 +56,7 @@ class UserSampler:
         """Return the rows of a batch, counted from 0: [batch_size] int64.
 
         Calls the function twice. Raises InputError if it fails, if the results differ, or if they
-        are no rows for a batch.
+        are not the rows of a batch.
         """
         rows = self.call(batch_index)
         if not np.array_equal(rows, self.call(batch_index)):
@@ -108,8 +108,8 @@ class UserSampler:
     def check(self, num_batches: int) -> dict[int, str]:
         """Compute some of the first num_batches batches, first and last included.
 
-        Computes them once more in reverse order, so that a function which remembers anything from
-        earlier calls returns something else. Raises InputError as rows_of_batch() does.
+        Computes them once more in reverse order, to find a function whose results depend on earlier
+        calls. Raises InputError for it, and as rows_of_batch() does.
 
         Returns:
             The number of each of these batches -> a fingerprint of its rows.
@@ -143,7 +143,7 @@ def to_array(result) -> np.ndarray | None:
 
 
 def type_of(result) -> str:
-    """Return the type of a result that is not one of whole numbers, for an error message."""
+    """Describe a result that is not an array of whole numbers, for an error message."""
     try:
         array = np.asarray(result)
     except (TypeError, ValueError):

@@ -173,7 +173,7 @@ class Conversation:
             literals[text.message].update(
                 literal for literal in self.chat.literals if literal in text.text
             )
-        return [frozenset(found) for found in literals]
+        return [frozenset(of_message) for of_message in literals]
 
     def literals_before(self, message: int) -> frozenset[str]:
         """Return the literals of the template that the texts before a message contain."""

@@ -72,14 +72,14 @@ def must_be_dropped(losses: list[Loss], policy: str, messages: list[dict] = ()) 
         place = f" of message {loss.message} ({messages[loss.message]['role']})"
     remedies = ["remove it from the row"]
     fields = list(dict.fromkeys(loss.field for loss in lost))
-    others = f" (and {', '.join(fields[1:])})" if len(fields) > 1 else ""
+    further_fields = f" (and {', '.join(fields[1:])})" if len(fields) > 1 else ""
     ignorable = [field for field in fields if field not in ("content", "tool_calls", "tools")]
     if loss.field in ignorable:
         names = ",".join(ignorable)
         remedies.append(f"set data.ignored_fields=[{names}] if the model must not see this")
     raise InputError(
-        f"the chat template leaves out {loss.field}{place}: {loss.excerpt!r}{others}. Name a "
-        f"template that prints it in data.chat_template, {', '.join(remedies)}, or set "
+        f"the chat template leaves out {loss.field}{place}: {loss.excerpt!r}{further_fields}. "
+        f"Name a template that prints it in data.chat_template, {', '.join(remedies)}, or set "
         "data.lost_fields to drop or ignore"
     )
 
@@ -94,6 +94,7 @@ class TextCheck:
     conversation: Conversation
 
     def losses(self) -> Iterator[Loss]:
+        """Yield the texts that the rendered chat lacks, wholly or in part."""
         suspects = []
         for text in self.texts_not_located():
             if self.lacks_earlier_thinking(text):
@@ -315,9 +316,9 @@ def plain_row_losses(row: dict, options) -> list[Loss]:
 
 
 def lost_fields(conversation: Conversation) -> Iterator[Loss]:
-    """Yield the fields of messages without a text that could be marked, and without an effect.
+    """Yield the fields of messages that have no text to mark, and no effect on the rendered chat.
 
-    `name` counts as one, because templates compare it. In the result of a tool it is only a link.
+    `name` is such a field, because templates compare it. In a tool's result it is only a link.
     """
     if all(message.keys() <= ORDINARY_FIELDS for message in conversation.messages):
         return

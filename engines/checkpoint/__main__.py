@@ -20,6 +20,7 @@ from engines.checkpoint.export import export_checkpoint
 
 
 def main(arguments: list[str]) -> None:
+    """Export the checkpoint that the arguments name."""
     is_export = len(arguments) >= 3 and arguments[0] == "export"
     options = arguments[3:]
     if not is_export or options not in ([], ["--merge"]):

@@ -287,8 +287,8 @@ def newest_checkpoint(path: Path) -> Path | None:
     if path.name == "latest" and path.is_file():
         newest = path.with_name(path.read_text().strip())
         return newest if newest.is_dir() else None
-    found = checkpoints(path / "checkpoints") or checkpoints(path)
-    return found[-1] if found else None
+    oldest_first = checkpoints(path / "checkpoints") or checkpoints(path)
+    return oldest_first[-1] if oldest_first else None
 
 
 def unused_name(path: Path) -> Path:

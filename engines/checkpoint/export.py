@@ -190,6 +190,7 @@ class StoredModel:
 
     @classmethod
     def of(cls, checkpoint: Path, progress: dict) -> "StoredModel":
+        """Return the description of a checkpoint. progress: the contents of its trainer.json."""
         adapter = progress.get("lora")
         rest = progress.get("rest")
         is_classifier = progress.get("is_classifier", False)

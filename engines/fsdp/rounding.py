@@ -1,7 +1,7 @@
-"""Which 16-bit weights an update can change at all.
+"""How many bfloat16 weights an update can change, if it is rounded to nearest.
 
-A weight that the optimizer updates in bfloat16 has 8 significant bits. An update of less than half
-the distance to the next bfloat16 number is lost in rounding.
+A bfloat16 number has 8 significant bits. Rounding to nearest loses an update smaller than half the
+distance to the next bfloat16 number.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from engines.optimizer import OPTIMIZERS
 
 
 def report_lost_updates(model: nn.Module, config: DictConfig, device: torch.device) -> None:
-    """Print how many of the weights can change, if they are rounded to the nearest 16 bits."""
+    """Print the share of the weights that can change, if they are rounded to nearest bfloat16."""
     if config.optim.rounding == "stochastic" and config.optim.name in OPTIMIZERS:
         return
     trained = [p for p in model.parameters() if p.requires_grad and p.dtype.itemsize == 2]
@@ -26,13 +26,13 @@ def report_lost_updates(model: nn.Module, config: DictConfig, device: torch.devi
     lr = config.optim.lr
     share = movable_share(trained, lr, device)
     if dist.get_rank() == 0:
-        is_ours = config.optim.name in OPTIMIZERS
-        remedy = "optim.rounding=stochastic" if is_ours else "float32"
         key = "model.lora.dtype" if config.model.lora.rank else "engine.param_dtype"
+        is_built_in = config.optim.name in OPTIMIZERS
+        remedy = "optim.rounding=stochastic" if is_built_in else f"{key}=float32"
         print(
             f"{key}=bfloat16: an update of optim.lr={lr:g} can change {share:.1%} of the weights; "
-            "in the others it is lost in rounding, and they change only where updates are larger. "
-            f"{remedy} keeps them",
+            "the others round it away, and change only if an update is larger. To keep all "
+            f"updates, set {remedy}",
             flush=True,
         )
 

@@ -53,8 +53,8 @@ def is_sharded(config: DictConfig, world_size: int) -> bool:
 def is_one_unit(engine: DictConfig, world_size: int) -> bool:
     """Return whether FSDP treats the whole model as one unit, instead of each layer.
 
-    With ZeRO-2, all weights stay gathered anyway. If there is nobody to share gradients with
-    either, FSDP's work around each layer only costs time: a third of a small model's step.
+    With ZeRO-2, all weights stay gathered anyway. If there are no other ranks to reduce gradients
+    with, FSDP's work around each layer only costs time: a third of a small model's step.
     """
     return world_size == 1 and not engine.reshard_after_forward and not engine.cpu_offload
 
@@ -82,11 +82,11 @@ def offload_policy(engine: DictConfig, device_type: str) -> OffloadPolicy:
 
 
 def begin_micro_batch(model: nn.Module, engine: DictConfig, world_size: int, is_last: bool) -> None:
-    """Spare communication between the micro-batches of a step, without changing a result.
+    """Skip communication between the micro-batches of a step that does not change the result.
 
-    With ZeRO-2, the weights stay gathered until the step's last backward pass. A single rank has
-    nobody to share its gradients with: it adds them up where they are, and hands them on once.
-    With engine.cpu_offload, nothing is spared.
+    With ZeRO-2, the weights stay gathered until the step's last backward pass. A single rank, which
+    has no other ranks to reduce gradients with, accumulates them until the last micro-batch. With
+    engine.cpu_offload, nothing is skipped.
 
     is_last: whether this is the step's last micro-batch.
     """

@@ -98,6 +98,7 @@ def plain_pass(hf: nn.Module) -> PlainPass:
 
 
 def reject_randomness_and_failure(hf: nn.Module, config: DictConfig, plain: PlainPass) -> None:
+    """Raise InputError if a pass used dropout or other random numbers, or failed."""
     path = config.model.path
     name = type(hf).__name__
     hf_config = hf.get_decoder().config
@@ -186,6 +187,7 @@ def failure_with(hf: nn.Module, attention: str, **arguments) -> str | None:
 
 
 def failure_of_call(decoder: nn.Module, arguments: dict) -> str | None:
+    """Return one line that describes why a call of the decoder fails, or None."""
     ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     try:
         with torch.device("meta"), torch.no_grad():

@@ -192,6 +192,12 @@ def check_adapters(config: DictConfig, hf_config, hf: nn.Module) -> None:
     check_stages_have_adapters(config, hf_config.num_hidden_layers, list(names))
 
 
+def layer_number(name: str) -> int:
+    """Return the number of the layer in a name such as model.layers.3.mlp.up_proj.lora_A.weight."""
+    after_layers = name.split(".layers.")[1]
+    return int(after_layers.split(".")[0])
+
+
 def check_stages_have_adapters(config: DictConfig, num_layers: int, names: list[str]) -> None:
     """Raise InputError if a pipeline stage would have nothing to train.
 
@@ -199,7 +205,7 @@ def check_stages_have_adapters(config: DictConfig, num_layers: int, names: list[
         names: the names of all adapter matrices.
     """
     engine = config.engine
-    adapted_layers = {int(name.split(".layers.")[1].split(".")[0]) for name in names}
+    adapted_layers = {layer_number(name) for name in names}
     num_stages = engine.pipeline_model_parallel_size * engine.virtual_pipeline_model_parallel_size
     for stage in torch.arange(num_layers).split(stage_sizes(num_layers, num_stages)):
         if not adapted_layers & set(stage.tolist()):

@@ -86,7 +86,7 @@ class Router(MegatronModule):
 
     which is 1 if all experts are chosen equally often. A batch's loss is the mean over its
     micro-batches, weighted by their numbers of tokens. It counts the router's own choices even if
-    vLLM's are replayed, because they are what it is to balance.
+    vLLM's are replayed, because those are the choices that it has to balance.
 
     Attributes:
         layer: the number of the router's layer in the whole model, from 0.
@@ -311,7 +311,7 @@ def mean_aux_loss(routers: list[Router], num_layers: int) -> float:
 def count_mismatches(
     routers: list[Router], config: DictConfig, device: torch.device
 ) -> Mismatch | None:
-    """Let routers count the choices that differ from vLLM's; None without a replay of routing."""
+    """Make routers count the choices that differ from vLLM's; None without routing replay."""
     if not replays_routing(config):
         return None
     mismatch = Mismatch(device)

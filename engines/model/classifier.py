@@ -100,7 +100,7 @@ def check_is_reward_model(key: str, path: str) -> None:
     shape = shapes_in_files(Path(path)).get(SCORE)
     if shape is None:
         raise InputError(
-            f"{key}={path} is no reward model: its files have no {SCORE}. Give a sequence "
+            f"{key}={path} is not a reward model: its files have no {SCORE}. Give a sequence "
             "classifier with one label (num_labels=1 in transformers), such as the export of "
             "train_rm.py"
         )

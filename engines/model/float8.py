@@ -115,13 +115,13 @@ def check_accelerator(setting: str) -> None:
         raise InputError(f"{setting} needs NVIDIA GPUs: leave it out")
     if torch.cuda.get_device_capability() < MIN_CAPABILITY:
         raise InputError(
-            f"{setting}: {torch.cuda.get_device_name()} has no FP8 instructions; Hopper (H100) and "
-            "Ada (L40S) have: leave it out"
+            f"{setting}: {torch.cuda.get_device_name()} has no FP8 instructions, unlike Ada (L40S) "
+            "and Hopper (H100): leave it out"
         )
 
 
 def check_patterns(patterns: Iterable[str], candidates: Iterable[str]) -> None:
-    """Raise InputError for a pattern that is no regular expression or matches no layer."""
+    """Raise InputError for a pattern that is not a regular expression or matches no layer."""
     for pattern in patterns:
         try:
             matches = any(re.search(pattern, name) for name in candidates)
@@ -167,10 +167,10 @@ def has_fitting_sizes(layer: nn.Linear) -> bool:
 
 
 def convert_layers(hf: nn.Module, config: DictConfig, device_type: str) -> None:
-    """Let the chosen layers multiply in FP8. Their parameters stay the same objects.
+    """Make the chosen layers multiply in FP8. Their parameters stay the same objects.
 
-    On devices other than NVIDIA's, torchao computes what the instructions would: it rounds to FP8,
-    and multiplies in the compute dtype.
+    On devices other than NVIDIA's, torchao emulates the instructions: it rounds to FP8, and
+    multiplies in the compute dtype.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -137,6 +137,7 @@ def inject(hf: nn.Module, lora: DictConfig, head: Head = Head.LOG_PROBS) -> list
 
 
 def inject_with_peft(hf: nn.Module, lora: DictConfig) -> None:
+    """Add adapters; raise InputError in one line if PEFT rejects the settings."""
     from peft import LoraConfig, inject_adapter_in_model
 
     settings = OmegaConf.to_container(lora)

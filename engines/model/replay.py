@@ -36,7 +36,7 @@ class RoutingReplay:
         blocks: the modules that contain a router and its experts, in the order of the layers.
         routes: [t, L, k], the experts of the tokens of the next forward pass, and of its
             recomputation in the backward pass. None: the routers choose freely.
-        mismatch: counts the choices that the routers would have made otherwise.
+        mismatch: counts how often the routers would have chosen other experts.
     """
 
     def __init__(self, hf: nn.Module, hf_config, device: torch.device):
@@ -67,7 +67,7 @@ class RoutingReplay:
         The experts stay set for the recomputation in the backward pass, until the next call.
 
         Args:
-            routes: [b, s, L, k], for all slots of the model's input; None: choose freely.
+            routes: [b, s, L, k], for all positions of the model's input; None: choose freely.
         """
         self.routes = None if routes is None else routes.flatten(0, 1)
         self._is_counting = True
@@ -87,12 +87,12 @@ class RoutingReplay:
 
 
 class ReplayedChoice(TorchFunctionMode):
-    """Within this context, topk of all experts returns given experts.
+    """Within this context, a call of topk over all experts returns given experts.
 
     Args:
         routes: [t, k], see engines/model/routes.py.
         num_experts: the number of experts among which a router chooses.
-        mismatch: counts the choices that would have been others; None: do not count.
+        mismatch: counts how often the router would have chosen others; None: do not count.
     """
 
     def __init__(self, routes: Tensor, num_experts: int, mismatch: Mismatch | None):
@@ -108,7 +108,7 @@ class ReplayedChoice(TorchFunctionMode):
             return result
         scores = args[0] if args else kwargs["input"]
         own = result.indices
-        # Routers that choose among groups of experts first use topk for that, too.
+        # Some routers first choose groups of experts, also with topk.
         if scores.shape[-1] != self.num_experts or own.shape != self.routes.shape:
             return result
         self.num_replaced += 1
@@ -128,7 +128,7 @@ class ReplayedChoice(TorchFunctionMode):
 
 
 def check_can_replay(hf: nn.Module, config: DictConfig) -> None:
-    """Raise InputError if routing is to be replayed in a model without stacked experts.
+    """Raise InputError for rollout.routing_replay with a model without stacked experts.
 
     Args:
         hf: the model on the meta device.
@@ -153,12 +153,12 @@ def first_weights(hf: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def check_replay(engine: Engine, replay: RoutingReplay) -> None:
-    """Check, by computing it, that each block sends tokens to the experts that it is given.
+    """Check with a forward pass that each block sends tokens to the experts that it is given.
 
-    All ranks call this together. The experts of a few tokens are drawn at random.
+    All ranks call this together. The pass has a few tokens, with random experts.
 
     Raises:
-        InputError: on all ranks, if some block sends them elsewhere.
+        InputError: on all ranks, if some block sends a token to another expert.
     """
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(engine.hf_config.vocab_size, (CHECKED_TOKENS,), generator=generator)
@@ -191,10 +191,10 @@ def check_replay(engine: Engine, replay: RoutingReplay) -> None:
 
 
 def sends_to(indices: Tensor, expected: Tensor) -> bool:
-    """Return whether an argument of a module of experts sends tokens to the expected experts.
+    """Return whether an argument of the experts' forward() is the indices of expected experts.
 
     Args:
-        indices: [t, k] int64 if it is the argument with the indices of experts.
+        indices: any tensor argument; [t, k] int64 if it has the indices of experts.
         expected: [t, k], see engines/model/routes.py.
     """
     if indices.is_floating_point() or indices.shape != expected.shape:

@@ -1,15 +1,14 @@
 """Routes: the experts that vLLM chose for each token, which the trainer replays.
 
-With other kernels, other batches and another precision, the trainer's router sees slightly other
-hidden states than vLLM's, and chooses other experts for some tokens. Their outputs then differ by
+The trainer's kernels, batches and precision differ from vLLM's. So its router sees slightly
+different hidden states, and chooses other experts for some tokens. Their outputs then differ by
 much more than rounding. Routing replay (R3, Ma et al. 2025, arXiv 2510.11370) computes the
 trainer's forward pass with vLLM's experts. The weights of the experts are still computed from the
-trainer's own router logits, with its own normalization, but over vLLM's experts. So the router gets
-a gradient.
+trainer's own router logits, but normalized over vLLM's experts. So the router gets a gradient.
 
-A batch has the field FIELD: [T, L, k], the k experts of each of L layers with experts for each
-token. Entry t is for token t as an input. The last token of a sequence, which was sampled but never
-read by vLLM, has none, and no_route() stands in its place; the trainer then makes its own choice.
+A batch has the field FIELD: [T, L, k], for each token the k experts in each of the L layers that
+have experts. Entry t is for token t as an input. The last token of a sequence was sampled, but vLLM
+never read it. So it has no route, which no_route() marks, and the trainer's router chooses.
 """
 
 import numpy as np
@@ -27,12 +26,12 @@ def replays_routing(config: DictConfig) -> bool:
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
-    """Return the smallest dtype for the number of an expert, and for no_route()."""
+    """Return the smallest dtype that holds the index of every expert, and no_route()."""
     return torch.uint8 if num_experts < 256 else torch.int16
 
 
 def no_route(dtype: torch.dtype) -> int:
-    """Return what stands for a missing expert in routes of this dtype."""
+    """Return the value that marks a missing route in this dtype."""
     return torch.iinfo(dtype).max
 
 
@@ -42,7 +41,7 @@ def has_route(routes: Tensor) -> Tensor:
 
 
 def replayed(own: Tensor, routes: Tensor) -> Tensor:
-    """Return the experts of each token, [t, k] int64: vLLM's, or its own where vLLM has none.
+    """Return the experts of each token, [t, k] int64: vLLM's, or `own` for tokens without a route.
 
     Args:
         own: [t, k] int64, the experts that the trainer's router chooses.
@@ -52,15 +51,15 @@ def replayed(own: Tensor, routes: Tensor) -> Tensor:
 
 
 def joined_parts(earlier: np.ndarray | None, later: np.ndarray) -> np.ndarray:
-    """Return the routes of a sequence that vLLM has read in two parts: [n, L, k].
+    """Return the routes of a sequence that vLLM has sampled in two requests: [n, L, k].
 
-    The tokens of the earlier part keep their routes, even if the later request has read them again
-    with other weights: their log-probabilities come from the first reading. Only the last of them
-    had not been read.
+    The tokens of the earlier request keep their routes, even if the later one has read them again
+    with other weights, because their log-probabilities come from the earlier request. Only its last
+    token takes the later route: the earlier request never read it.
 
     Args:
-        earlier: of the first tokens; None: there is no earlier part.
-        later: [n, L, k], of all tokens.
+        earlier: the routes of the earlier request's tokens; None: there was no earlier request.
+        later: [n, L, k], the later request's routes, for all tokens.
     """
     num_kept = 0 if earlier is None else len(earlier) - 1
     if num_kept <= 0:
@@ -69,10 +68,10 @@ def joined_parts(earlier: np.ndarray | None, later: np.ndarray) -> np.ndarray:
 
 
 class Mismatch:
-    """Counts the choices of experts that the trainer would have made otherwise.
+    """Counts how often the trainer's router would have chosen other experts.
 
-    counts: fp32 [2], the choices of another set of experts, and all choices, each for one token in
-        one layer. Tokens without a route do not count.
+    counts: fp32 [2], the number of choices that differ, and of all choices. A choice is the set of
+        experts of one token in one layer. Tokens without a route do not count.
     """
 
     def __init__(self, device: torch.device):

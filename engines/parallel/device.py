@@ -97,13 +97,14 @@ def warn_of_unused_devices(directory: Path = Path("/dev")) -> None:
         directory: where the operating system lists devices.
     """
     names = sorted(path.name for path in directory.iterdir())
-    found = [name for name in names if re.fullmatch(r"(nvidia|davinci)\d+", name)]
+    devices = [name for name in names if re.fullmatch(r"(nvidia|davinci)\d+", name)]
     hiding = [name for name in HIDING_VARIABLES if os.environ.get(name) in HIDING_VALUES]
-    if found and not hiding:
+    if devices and not hiding:
         print(
-            f"warning: this machine has {directory / found[0]}, but torch {torch.__version__} sees "
-            "no accelerator, so the CPU is used: install the torch of requirements.txt (NVIDIA) or "
-            "requirements-npu.txt (Ascend), and see whether nvidia-smi or npu-smi works",
+            f"warning: this machine has {directory / devices[0]}, but torch {torch.__version__} "
+            "sees no accelerator, so the CPU is used: install the torch of requirements.txt "
+            "(NVIDIA) or requirements-npu.txt (Ascend), and see whether nvidia-smi or npu-smi "
+            "works",
             flush=True,
         )
 
@@ -126,10 +127,10 @@ def seconds_in_collective() -> float:
     from torch._C._distributed_c10d import _dump_nccl_trace
 
     trace = pickle.loads(_dump_nccl_trace(True, False, True))
-    begun = [entry["time_created_ns"] for entry in trace.get("entries", ())]
-    if not begun:
+    start_times_ns = [entry["time_created_ns"] for entry in trace.get("entries", ())]
+    if not start_times_ns:
         return 0.0
-    return time.time() - min(begun) / 1e9
+    return time.time() - min(start_times_ns) / 1e9
 
 
 def on_rank0(work: Callable, *args, group: dist.ProcessGroup | None = None):

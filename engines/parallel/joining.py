@@ -77,11 +77,11 @@ def check_nccl_interfaces(names: str, interfaces: list[str]) -> None:
     Args:
         names: a list of prefixes; after "=", of whole names; after "^", of prefixes to leave out.
     """
-    wanted = tuple(names.lstrip("=").split(","))
+    prefixes = tuple(names.lstrip("=").split(","))
     if names.startswith("="):
-        fits = any(interface in wanted for interface in interfaces)
+        fits = any(interface in prefixes for interface in interfaces)
     else:
-        fits = any(interface.startswith(wanted) for interface in interfaces)
+        fits = any(interface.startswith(prefixes) for interface in interfaces)
     if names and not names.startswith("^") and not fits:
         raise InputError(missing_interface("NCCL_SOCKET_IFNAME", names, interfaces))
 

@@ -65,13 +65,13 @@ def connect_nodes(store: dist.Store, rank: int, num_ranks: int) -> None:
     first_ranks = {place.machine: r for r, place in reversed(list(enumerate(places)))}
     if len(first_ranks) == 1:
         return
-    address = choose_interface(own, places, is_told=rank == 0)
+    address = choose_interface(own, places, is_reported=rank == 0)
     is_first = first_ranks[own.machine] == rank
     listener = socket.create_server((address, 0), family=family_of(address)) if is_first else None
     port = listener.getsockname()[1] if listener else 0
     doors = share(store, "door", rank, num_ranks, [address, port])
-    others = [r for r in first_ranks.values() if r != rank] if is_first else []
-    problem = first_problem(own, places, doors, others)
+    ranks_to_reach = [r for r in first_ranks.values() if r != rank] if is_first else []
+    problem = first_problem(own, places, doors, ranks_to_reach)
     problems = share(store, "problem", rank, num_ranks, problem, SECONDS_TO_REPORT)
     if listener:
         listener.close()
@@ -82,7 +82,7 @@ def connect_nodes(store: dist.Store, rank: int, num_ranks: int) -> None:
 def share(
     store: dist.Store, name: str, rank: int, num_ranks: int, value, seconds: float | None = None
 ) -> list:
-    """Return what every rank has given as `value`, which must be representable in JSON.
+    """Return the `value` of every rank, which must be representable in JSON.
 
     seconds: how long to wait for the other ranks; None for the store's own limit.
     """
@@ -138,7 +138,7 @@ def variables_for(interface: str) -> dict[str, str]:
     return {name: VARIABLES[name].format(interface) for name in unset}
 
 
-def choose_interface(own: Place, places: list[Place], is_told: bool) -> str:
+def choose_interface(own: Place, places: list[Place], is_reported: bool) -> str:
     """Choose the interface that reaches the other nodes, and return its address.
 
     The node of the rendezvous may know itself only by a loopback address. It chooses the interface
@@ -146,8 +146,8 @@ def choose_interface(own: Place, places: list[Place], is_told: bool) -> str:
 
     Args:
         own: the place of this rank.
-        places: those of all ranks.
-        is_told: whether to print the choice.
+        places: the places of all ranks.
+        is_reported: whether to print the choice.
     """
     address = own.address
     if own.is_loopback:
@@ -159,7 +159,7 @@ def choose_interface(own: Place, places: list[Place], is_told: bool) -> str:
         return address
     variables = variables_for(interface)
     os.environ.update(variables)
-    if is_told and "GLOO_SOCKET_IFNAME" in variables:
+    if is_reported and "GLOO_SOCKET_IFNAME" in variables:
         print(
             f"network: {own.name} reaches the other nodes over {interface} ({address}); "
             "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another interface",
@@ -169,21 +169,21 @@ def choose_interface(own: Place, places: list[Place], is_told: bool) -> str:
 
 
 def first_problem(
-    own: Place, places: list[Place], doors: list[list], others: list[int]
+    own: Place, places: list[Place], doors: list[list], ranks: list[int]
 ) -> str | None:
     """Try to connect to the first rank of each other node; return what went wrong, or None.
 
     Args:
         doors: for each rank, the address and the port where it listens.
-        others: the ranks to connect to.
+        ranks: the ranks to connect to.
     """
-    for other in others:
-        address, port = doors[other]
+    for rank in ranks:
+        address, port = doors[rank]
         try:
             socket.create_connection((address, port), SECONDS_TO_CONNECT).close()
         except OSError as error:
             return (
-                f"node {own.name} cannot reach node {places[other].name} at {address}: {error}; "
+                f"node {own.name} cannot reach node {places[rank].name} at {address}: {error}; "
                 "check firewalls between the nodes, or name another network on every node with "
                 "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
             )

@@ -1,4 +1,4 @@
-"""What an episode calls: the model that is being trained, over HTTP.
+"""The client with which an episode calls the model that is being trained, over HTTP.
 
     async def solve(row, llm):
         messages = [{"role": "user", "content": row["question"]}]
@@ -7,7 +7,7 @@
 
 Everything here needs only the standard library, because episodes also run in other Python
 environments (rollout.episode_python). Other clients work as well: `llm.base_url` is the URL of an
-API like OpenAI's, and `llm.api_key` tells it which episode is playing.
+API like OpenAI's, and `llm.api_key` identifies the episode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class EpisodeLimit(Exception):
     """The episode has reached a limit, so the model gives no further replies.
 
     If your function does not catch it, the episode ends as truncated, and rollout.limit_score
-    decides how it is trained. If it does, the episode counts with the reward that it returns.
+    decides how it is trained. If it does, the episode gets the reward that your function returns.
 
     Attributes:
         code: max_turns or max_episode_tokens, the key of `rollout` that sets the limit, or
@@ -135,8 +135,9 @@ class LLM:
                 {"type": "function", "function": {"name", "description", "parameters"}}.
             max_tokens: the longest turn, at most rollout.max_tokens, which is the default.
             stop: strings that end the turn, besides rollout.stop.
-            fields: further fields of the request, such as chat_template_kwargs or tool_choice. The
-                temperature and the like are those of rollout, so setting them is an error.
+            fields: further fields of the request, such as chat_template_kwargs or tool_choice.
+                Sampling parameters such as the temperature come from the section `rollout`; other
+                values are an error.
 
         Raises:
             EpisodeLimit: the episode has reached rollout.max_turns or rollout.max_episode_tokens.
@@ -198,7 +199,7 @@ class LLM:
 
 
 def read_tool_call(call: dict) -> ToolCall:
-    """Return a tool call of a message of OpenAI's form."""
+    """Return a tool call, given as in a message in OpenAI's format."""
     function = call["function"]
     raw_arguments = function.get("arguments") or ""
     try:

@@ -1,9 +1,9 @@
-"""Start the episodes of one replica, and pass on what the workers and the gateway report of them.
+"""Start the episodes of one replica, and pass on what workers and gateway report about them.
 
 Episodes that are drawn together are a cast. The cast of an ordinary draw is over when all of its
-episodes have ended. With rollout.partial there is one cast for the whole run, whose episodes go on
-in the next draw. Between two draws, a validation may have a cast of its own. The messages about
-episodes that are not drawn right now wait for the next draw.
+episodes have ended. With rollout.partial there is one cast for the whole run, whose episodes
+continue in the next draw. Between two draws, a validation may have a cast of its own. Messages
+about episodes of another cast wait for that cast's next draw.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Cast:
     """Episodes that are drawn together.
 
     Attributes:
-        announcement: what the gateway is told with every API key.
+        announcement: the fields that the gateway gets with every API key.
         poll: returns the episodes that have ended since the last call, and whether these are the
             last ones.
-        keys: the API keys of all attempts of an episode, by its number.
-        attempts: messages about attempts that were not received yet.
-        mailbox: messages that have arrived and were not received yet.
+        keys: the API keys of all attempts of an episode, by the episode's number.
+        attempts: messages about new attempts, which receive() has not returned yet.
+        mailbox: messages of the gateway, which receive() has not returned yet.
         stream: gets further episodes; None for the cast of an ordinary draw.
-        given_up: the numbers of episodes that nobody waits for any more.
+        given_up: the numbers of episodes whose results are no longer wanted.
     """
 
     announcement: dict
@@ -50,7 +50,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Ending:
-    """Episodes whose keys the gateway was told to forget, with the message that follows."""
+    """Keys that the gateway is forgetting, and the message to deliver when it has."""
 
     cast: Cast
     keys: list[str]
@@ -63,7 +63,7 @@ class Director:
     Args:
         server: the gateway.
         runner: the worker processes.
-        limits: max_turns and max_episode_tokens, as the gateway wants them.
+        limits: max_turns and max_episode_tokens, by name.
     """
 
     def __init__(self, server: GatewayServer, runner: EpisodeRunner, limits: dict):
@@ -84,7 +84,7 @@ class Director:
         max_failures: float,
         section: str = "rollout",
     ) -> Cast:
-        """Start to play one episode for each row, in another thread.
+        """Start playing one episode for each row, in another thread.
 
         section: see Request.
         """
@@ -105,7 +105,7 @@ class Director:
         return list(ended), True
 
     def open(self, sampling: DictConfig) -> Cast:
-        """Return a cast without episodes, which gets them one after another."""
+        """Return a cast without episodes, to which add() adds them one by one."""
         cast = Cast(self.announcement(sampling, "rollout"))
         cast.stream = self.runner.open_stream(partial(self.new_key, cast))
         cast.poll = lambda: (cast.stream.take_ended(), False)
@@ -116,13 +116,13 @@ class Director:
         cast.stream.add({number: self.runner.request(row, self.server.base_url)})
 
     def give_up(self, cast: Cast, number: int) -> None:
-        """Stop to wait for an episode of an open cast. From now on, its calls of the model fail."""
+        """Stop waiting for an episode of an open cast. From now on, its model calls fail."""
         cast.given_up.add(number)
         cast.stream.give_up(number)
         self.forget(cast, [number], {"ended": [], "is_over": False})
 
     def announcement(self, sampling: DictConfig, section: str) -> dict:
-        """Return what the gateway is told with the keys of a cast."""
+        """Return the fields that the gateway gets with the keys of a cast."""
         keys = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
         settings = {key: sampling[key] for key in keys}
         settings["stop"] = list(sampling.stop)
@@ -132,8 +132,8 @@ class Director:
         """Return the API key for an attempt of an episode. Called in any thread."""
         key = secrets.token_hex(16)
         if number in cast.given_up:
-            return key  # which names no episode
-        # In this order: no request with a key may arrive before its attempt is known.
+            return key  # no episode has this key
+        # Register the attempt first: once the gateway has the key, requests may arrive.
         self.cast_of[key] = cast
         cast.keys.setdefault(number, []).append(key)
         cast.attempts.put({"attempt": key, "index": number})
@@ -143,16 +143,16 @@ class Director:
     # -- messages ----------------------------------------------------------------------------------
 
     def receive(self, cast: Cast, seconds: float) -> list[dict]:
-        """Return what has happened to a cast since the last call.
+        """Return the messages about a cast since the last call.
 
-        If nothing has, wait for something, but at most this many seconds.
+        If there are none, wait for some, but at most this many seconds.
 
-        When episodes have ended, the gateway is told to forget them. Its answer comes after
-        everything that it has sent before, so nothing is missing when their results come.
+        When episodes have ended, the gateway is told to forget them. It confirms this after all
+        earlier messages about them. Only then are their results returned.
         """
         ended, is_over = cast.poll()
         if ended or is_over:
-            numbers = [one.number for one in ended]
+            numbers = [episode.number for episode in ended]
             self.forget(cast, numbers, {"ended": ended, "is_over": is_over})
             if is_over:
                 cast.poll = lambda: ([], False)
@@ -164,7 +164,7 @@ class Director:
         return attempts + messages
 
     def forget(self, cast: Cast, numbers: list[int], message: dict) -> None:
-        """Tell the gateway to forget episodes. The message comes when it has."""
+        """Tell the gateway to forget episodes. The message is delivered when it has."""
         keys = []
         for number in numbers:
             keys += cast.keys.pop(number, [])

@@ -88,12 +88,18 @@ class Kept:
 
 @dataclass(frozen=True)
 class EpisodeNumbers:
-    """Numbers of each episode that all ranks know: float64 [n], 0 without a reward.
+    """Numbers of each episode that all ranks know: float64 [n].
 
-    branches     the number of training sequences
-    score        the reward, with those of the turns
-    tokens       sampled by the model
-    parts        the parts of the reward, by name
+    branches     the number of training sequences; 0 without a reward
+    score        the reward, plus the rewards of turns; 0 without a reward
+    truncated    1 if the last turn was cut off, or a limit has ended the episode
+    tokens       the number of tokens that the model sampled
+    turns        the number of turns
+    tool_calls   the number of tool calls that the model wrote
+    tool_errors  the number of these calls that failed
+    limited      1 if the episode has reached a limit
+    left_out     1 if rollout.limit_score leaves the episode out of training
+    parts        the parts of the reward, by name; 0 without a reward
     """
 
     branches: Tensor
@@ -113,8 +119,8 @@ class EpisodeNumbers:
         playing = kept.playing
         rewards = [result if isinstance(result, Reward) else None for result in kept.results]
         scores = [
-            reward.score + one.episode.reward_sum if reward else 0.0
-            for one, reward in zip(playing, rewards)
+            reward.score + play.episode.reward_sum if reward else 0.0
+            for play, reward in zip(playing, rewards)
         ]
         parts = {}
         for name in part_names:
@@ -122,12 +128,12 @@ class EpisodeNumbers:
         return EpisodeNumbers(
             branches=float64([float(len(kept.branches(i))) for i in range(len(playing))]),
             score=float64(scores),
-            truncated=float64([float(one.is_truncated) for one in playing]),
-            tokens=float64([float(one.episode.num_sampled) for one in playing]),
-            turns=float64([float(one.episode.num_turns) for one in playing]),
-            tool_calls=float64([float(one.num_tool_calls) for one in playing]),
-            tool_errors=float64([float(one.num_tool_errors) for one in playing]),
-            limited=float64([float(one.limit is not None) for one in playing]),
+            truncated=float64([float(play.is_truncated) for play in playing]),
+            tokens=float64([float(play.episode.num_sampled) for play in playing]),
+            turns=float64([float(play.episode.num_turns) for play in playing]),
+            tool_calls=float64([float(play.num_tool_calls) for play in playing]),
+            tool_errors=float64([float(play.num_tool_errors) for play in playing]),
+            limited=float64([float(play.limit is not None) for play in playing]),
             left_out=float64([float(isinstance(result, Limit)) for result in kept.results]),
             parts=parts,
         )
@@ -167,7 +173,7 @@ class EpisodeSampler:
     director          plays the episodes; None except on the first rank of a replica
     tokenizer         decodes tokens for people to read
     host_group        gloo group of all ranks
-    replica_group     gloo group of the replica's ranks; None if there is one
+    replica_group     gloo group of the replica's ranks; None if it has a single rank
     max_failure_rate  no more episodes start when more than this fraction of a draw has failed
     """
 
@@ -249,7 +255,7 @@ class EpisodeSampler:
 
     @property
     def answer(self) -> Callable[[dict], None]:
-        """What sends an answer to the gateway."""
+        """The function that sends an answer to the gateway."""
         return self.director.server.send if self.director else no_answer
 
     def share(self, request: Request, assignment: Assignment, played: Played) -> Samples:
@@ -311,9 +317,12 @@ class EpisodeSampler:
         rows = [int(request.rows[p]) for p in assignment.position[index].tolist()]
         prompts = [request.dataset[row] for row in rows]
         playing = [played.playing[i] for i in kept]
-        results = [one.result for one in playing]
+        results = [play.result for play in playing]
         agree_on_parts(self.runner, index, results, self.host_group)
-        results = [self.judge(*each) for each in zip(results, playing, prompts)]
+        results = [
+            self.judge(result, play, prompt)
+            for result, play, prompt in zip(results, playing, prompts)
+        ]
         items = [(prompt.text, "", prompt.row) for prompt in prompts]
         return Kept(index, playing, self.runner.check_parts(items, results), prompts)
 
@@ -379,9 +388,9 @@ def gateway_settings(config: DictConfig, rollout: Rollout, tokenizer) -> dict:
 
 
 def no_messages(seconds: float) -> list[dict]:
-    """The messages on a rank that learns them from another one."""
+    """Receive nothing: only the first rank of a replica receives messages from the gateway."""
     return []
 
 
 def no_answer(message: dict) -> None:
-    """The answer of a rank that does not talk to the gateway."""
+    """Send nothing: only the first rank of a replica answers the gateway."""

@@ -1,17 +1,17 @@
-"""Play an episode with a class of TRL's contract (GRPOTrainer's environment_factory).
+"""Play episodes with a class that follows TRL's interface (GRPOTrainer's environment_factory).
 
     class Game:
         def reset(self, **row) -> str | None:
             "Begin an episode. The text is appended to the last user message."
 
         def guess(self, number: int) -> str:
-            "A public method is a tool. Its schema is made of type hints and docstring."
+            "A public method is a tool. Its schema comes from its type hints and docstring."
 
         def get_reward(self) -> float:
             "Return a number or named parts when the model has stopped calling tools."
 
-All methods may be async. Those that are not run in threads. An object plays one episode at a time,
-and is used again: reset() begins each.
+All methods may be async; other methods run in threads. An object plays one episode at a time, and
+is reused: reset() begins the next episode.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class EnvironmentPlayer:
 
     def __init__(self, environment: type):
         self.environment = environment
-        # Members of the class: those of an object would evaluate its properties.
+        # Inspect the class: inspecting an object would evaluate its properties.
         methods = dict(inspect.getmembers(environment, inspect.isfunction))
         if "reset" not in methods:
             raise InputError(
@@ -78,20 +78,20 @@ class EnvironmentPlayer:
                 break
             messages += await self._call_tools(environment, reply.tool_calls, counts)
         reward = await self._reward(environment)
-        self._idle.append(environment)  # not after an exception: its state is unknown
+        self._idle.append(environment)  # not reused after an exception: its state is unknown
         return reward
 
     async def _call_tools(self, environment, calls: list[ToolCall], counts: Counter) -> list[dict]:
         """Return the messages with the results of tool calls, in their order.
 
-        Methods that are async run concurrently, and the others one after another. The model reads
-        an error as the result.
+        Async methods run concurrently, and other methods one after another. If a call fails, its
+        result is the error message.
         """
-        turn = asyncio.Lock()
+        lock = asyncio.Lock()
 
         async def result_of(tool_call: ToolCall) -> str | list:
             try:
-                return await self._call_tool(environment, tool_call, turn)
+                return await self._call_tool(environment, tool_call, lock)
             except Exception as error:
                 counts["tool_errors"] += 1
                 return f"error: {error}"
@@ -102,7 +102,7 @@ class EnvironmentPlayer:
             for c, result in zip(calls, results, strict=True)
         ]
 
-    async def _call_tool(self, environment, tool_call: ToolCall, turn: asyncio.Lock) -> str | list:
+    async def _call_tool(self, environment, tool_call: ToolCall, lock: asyncio.Lock) -> str | list:
         """Return the result of a tool: a text, or a list of content parts, such as images."""
         if tool_call.name not in self.tools:
             raise ValueError(f"Tool {tool_call.name} not found.")
@@ -112,7 +112,7 @@ class EnvironmentPlayer:
         if is_async(method):
             result = await method(**tool_call.arguments)
         else:
-            async with turn:
+            async with lock:
                 result = await call(method, **tool_call.arguments)
         return result if isinstance(result, list) else str(result)
 
@@ -135,7 +135,7 @@ def is_object(text: str) -> bool:
 
 
 def required_arguments(environment: type) -> list[str]:
-    """Return the arguments without which no object of a class can be made."""
+    """Return the arguments that a class needs to make an object."""
     parameters = inspect.signature(environment).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]

@@ -11,7 +11,7 @@ from rollout.episodes.requests import Sampling
 
 @dataclass(frozen=True)
 class Terms:
-    """What the trainer has announced with the key of an episode.
+    """How an episode samples, and its limits, which the trainer announces with its key.
 
     Attributes:
         sampling: the parameters that requests may repeat, but not change.
@@ -31,10 +31,10 @@ class Episode:
         key: its API key.
         session: the recorded conversations.
         terms: its limits, and how it samples.
-        num_turns: requests for tokens that were accepted.
-        num_sampled: tokens that were sampled.
-        num_reserved: tokens that the turns being sampled may still have.
-        num_ended: turns that have ended.
+        num_turns: the number of requests for tokens that were accepted.
+        num_sampled: the number of tokens that were sampled.
+        num_reserved: the number of tokens that are reserved for turns being sampled.
+        num_ended: the number of turns that have ended.
         limit: the limit that was reported to the trainer, or None.
         turn_ended: notified when a turn has ended.
     """

@@ -47,7 +47,7 @@ from rollout.grading.program import ignore_signals
 from rollout.texts import find_stop
 
 HOST = "127.0.0.1"
-# A client must not find its connection closed while it waits for a tool.
+# Keep idle connections open for a day, since a client may wait long for a tool.
 KEEP_ALIVE_SECONDS = 86400
 LIMIT = "episode_limit"
 # An agent's request may overtake the trainer's message that announces its key.
@@ -90,7 +90,7 @@ async def serve(descriptor: int) -> None:
     link.send({"ready": listener.getsockname()[1], "notices": gateway.notices})
     while (message := await link.receive()) is not None:
         gateway.handle(message)
-    # Nobody is left who could answer the open requests, for which the server would wait.
+    # Exit at once: the server would wait for open requests, which can no longer be answered.
     os._exit(0)
 
 
@@ -104,11 +104,11 @@ class Server(uvicorn.Server):
 
 @dataclass(frozen=True)
 class Turn:
-    """What is sent to the trainer for a turn.
+    """The request for a turn, which is sent to the trainer.
 
     Attributes:
-        max_tokens: what the client asks for, or None.
-        num_tools: tools that are offered to the model.
+        max_tokens: the maximum that the client requests, or None.
+        num_tools: the number of tools that the model may call.
     """
 
     prompt_ids: list[int]
@@ -163,6 +163,7 @@ class Gateway:
         )
 
     def application(self) -> Starlette:
+        """Return the HTTP application with all routes."""
         return Starlette(
             routes=[
                 Route("/v1/models", self.respond(self.models), methods=["GET"]),
@@ -241,7 +242,7 @@ class Gateway:
         """Pass on a reward for the last turn that has ended."""
         reward = read_reward(await read_body(request))
         if not episode.num_ended:
-            raise RequestError("no turn has ended yet that could get a reward")
+            raise RequestError("no turn has ended yet, so there is nothing to reward")
         self.link.send({"episode": episode.key, "reward": reward})
         return {}
 
@@ -303,7 +304,7 @@ class Gateway:
     # ---- turns ----
 
     async def sample(self, request: Request, episode: Episode, turn: Turn) -> Sampled:
-        """Let the trainer sample a turn.
+        """Have the trainer sample a turn.
 
         Raises:
             RequestError: a limit of the episode is reached, or the episode is over.
@@ -320,7 +321,7 @@ class Gateway:
     async def sample_at_most(
         self, max_tokens: int, request: Request, episode: Episode, turn: Turn
     ) -> Sampled:
-        """Let the trainer sample a turn of at most this many tokens."""
+        """Have the trainer sample a turn of at most this many tokens."""
         number, answer = self.link.request(
             episode.key,
             {
@@ -358,15 +359,15 @@ class Gateway:
         Raises:
             RequestError: a limit of the episode is reached, or the episode is over.
         """
-        wanted = self.wanted_tokens(episode, turn)
+        own_limit = self.limit_of_turn(episode, turn)
         async with episode.turn_ended:
             await episode.turn_ended.wait_for(
-                lambda: not episode.num_reserved or wanted <= self.tokens_left(episode)
+                lambda: not episode.num_reserved or own_limit <= self.tokens_left(episode)
             )
             if self.episodes.get(episode.key) is not episode:
                 raise episode_is_over()
             self.check_turns(episode)
-            max_tokens = min(wanted, self.tokens_left(episode))
+            max_tokens = min(own_limit, self.tokens_left(episode))
             if max_tokens < 1:
                 message = (
                     f"{episode.num_sampled} tokens were sampled in the episode, and "
@@ -384,8 +385,8 @@ class Gateway:
             message = f"the episode has had {max_turns} turns, which is rollout.max_turns"
             self.raise_limit(episode, "max_turns", message)
 
-    def wanted_tokens(self, episode: Episode, turn: Turn) -> int:
-        """Return how many tokens a turn may have by itself.
+    def limit_of_turn(self, episode: Episode, turn: Turn) -> int:
+        """Return how many tokens a turn may have, apart from what other turns leave.
 
         Raises:
             RequestError: the prompt fills the model's context.
@@ -397,10 +398,10 @@ class Gateway:
                 f"prompt has {len(turn.prompt_ids)}"
             )
             self.raise_limit(episode, "max_model_len", message)
-        rooms = [room, episode.terms.sampling.max_tokens]
+        limits = [room, episode.terms.sampling.max_tokens]
         if turn.max_tokens is not None:
-            rooms.append(turn.max_tokens)
-        return min(rooms)
+            limits.append(turn.max_tokens)
+        return min(limits)
 
     def tokens_left(self, episode: Episode) -> float:
         """Return how many more tokens the turns of an episode may have."""
@@ -409,7 +410,7 @@ class Gateway:
         return episode.terms.max_episode_tokens - episode.num_sampled - episode.num_reserved
 
     def raise_limit(self, episode: Episode, name: str, message: str) -> None:
-        """Report a limit to the trainer the first time, and raise it. Its text has the name."""
+        """Raise an error that names a limit. The first limit is also reported to the trainer."""
         if episode.limit is None:
             episode.limit = name
             self.link.send({"episode": episode.key, "limit": name})

@@ -1,4 +1,4 @@
-"""Episodes as calls of the workers: those of one draw, and those that continue over draws."""
+"""Episodes as calls for the workers: those of one draw, and those that continue in later draws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollout.grading.results import Failure, Reward
 
 @dataclass(frozen=True)
 class Limit:
-    """An episode that ended because EpisodeLimit left the user's function: it is truncated.
+    """The result of a truncated episode, whose function did not catch EpisodeLimit.
 
     Attributes:
         code: max_turns or max_episode_tokens.
@@ -102,7 +102,7 @@ class EpisodeStream(Job):
             self._wake()
 
     def give_up(self, i: int) -> None:
-        """Let an episode's result be ignored, and do not begin it if it has not begun."""
+        """Ignore an episode's result, and do not begin the episode if it has not begun."""
         with self._changed:
             if i in self._waiting:
                 self._waiting.remove(i)
@@ -111,7 +111,7 @@ class EpisodeStream(Job):
                 self._given_up.add(i)
 
     def close(self) -> None:
-        """Let the threads end. No further episodes begin."""
+        """Make the threads end. No further episodes begin."""
         with self._changed:
             self._is_closed = True
             self._wake()
@@ -175,7 +175,7 @@ class EpisodeStream(Job):
             self._ended.put(EndedEpisode.read(i, answer, request["row"], self._limit_score))
 
     def fail(self, error: BaseException) -> None:
-        """Let take_ended() raise an error, after which no episode goes on."""
+        """Make take_ended() raise an error. No episode continues after it."""
         self._error = error
         self.close()
 
@@ -193,7 +193,7 @@ class EndedEpisode:
 
     @staticmethod
     def read(number: int, answer: dict, row: dict, limit_score: float | None) -> EndedEpisode:
-        """Return what a worker's answer says. limit_score: see Limit."""
+        """Return the result in a worker's answer. limit_score: see Limit."""
         fields = dict(answer)
         tool_errors = fields.pop("tool_errors", 0)
         if "score" in fields:
@@ -206,10 +206,10 @@ class EndedEpisode:
 
 
 def request_of(call: Call, request: dict, key: str) -> dict:
-    """Return what a worker is sent about an episode. key: the API key of this attempt."""
+    """Return the request that starts an episode in a worker. key: the API key of this attempt."""
     return {**request, "number": number_of(call), "api_key": key}
 
 
 def number_of(call: Call) -> int:
-    """Return the number by which a worker notes an episode, which is above 0."""
+    """Return the number that stands for an episode in a worker's note; it is above 0."""
     return call[0] + 1

@@ -61,7 +61,7 @@ class TrainerLink:
 
     @classmethod
     async def connect(cls, descriptor: int) -> TrainerLink:
-        """Use an inherited Unix socket."""
+        """Connect over an inherited Unix socket."""
         reader, writer = await asyncio.open_unix_connection(
             sock=socket.socket(fileno=descriptor), limit=MAX_LINE_BYTES
         )
@@ -91,7 +91,7 @@ class TrainerLink:
         return number, answer
 
     def abort(self, number: int) -> None:
-        """Tell the trainer that a request's client has gone."""
+        """Tell the trainer that a request's client has disconnected."""
         pending = self.pending.pop(number, None)
         if pending is not None:
             self.send({"abort": number, "episode": pending.key})
@@ -103,7 +103,7 @@ class TrainerLink:
             pending.answer.set_result(message)
 
     def fail_pending(self, keys: Container[str], make_error: Callable[[], Exception]) -> None:
-        """Let the requests of these episodes fail that were not answered."""
+        """Fail the unanswered requests of these episodes."""
         failed = [number for number, pending in self.pending.items() if pending.key in keys]
         for number in failed:
             answer = self.pending.pop(number).answer

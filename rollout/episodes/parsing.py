@@ -75,7 +75,7 @@ def guess_tool_parser(template: str) -> str | None:
 
 
 def call_pattern(parser: str | None) -> str | None:
-    """Return the regular expression of a parser's calls; None for a parser we have none for."""
+    """Return the regular expression that finds a parser's calls; None if we know none."""
     return next((known.call for known in TOOL_FORMATS if known.parser == parser), None)
 
 
@@ -147,7 +147,7 @@ class ReplyParser:
         """Return vLLM's form of a request with these tools, which its parsers read.
 
         Raises:
-            InputError: a tool is not written as OpenAI's format demands.
+            InputError: a tool is not in OpenAI's format.
         """
         from pydantic import ValidationError
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -179,7 +179,7 @@ class ReplyParser:
             return Reply({"role": "assistant", "content": text})
         try:
             reasoning, content, calls = self.split(text, reply_ids, tools, kwargs)
-        except Exception:  # parsers raise whatever a strange text provokes
+        except Exception:  # a parser may raise any error for malformed text
             return Reply({"role": "assistant", "content": text}, num_tool_errors=1)
         message = {"role": "assistant", "content": content}
         if reasoning:
@@ -247,8 +247,8 @@ def as_tool_call(call, identifier: str) -> dict:
 def call_id(call, text: str, reply_ids: list[int], num_prompt_ids: int, index: int) -> str:
     """Return the identifier that the model has written for a call, or else a new one.
 
-    A new one depends on the sampled tokens alone, because templates may print it in later prompts:
-    a random one would change them whenever a run is repeated.
+    A new one depends only on the sampled tokens. Templates may print it in later prompts, which a
+    random one would change whenever a run is repeated.
     """
     if call.id and call.id in text:
         return call.id
@@ -262,7 +262,7 @@ def call_id(call, text: str, reply_ids: list[int], num_prompt_ids: int, index: i
 def written_ids(text: str) -> list[str]:
     """Return the identifiers in a list of calls as Mistral's models write it; vLLM drops them.
 
-    They are those of the sampled tokens, so a result with another one would answer no call.
+    A tool's result must repeat the identifier in the sampled tokens, or it would answer no call.
     """
     _, _, written = text.partition(MISTRAL_CALLS)
     try:

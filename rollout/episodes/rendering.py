@@ -207,8 +207,8 @@ class Session:
 def comparable(message: dict) -> str:
     """Return a text that is the same for messages that mean the same.
 
-    Clients add or drop empty fields, write arguments as text or as an object, and differ in the
-    name of the reasoning.
+    Clients add or drop empty fields, write arguments as text or as an object, and have different
+    names for the field with the reasoning.
     """
     kept = {}
     for key, value in message.items():

@@ -77,6 +77,7 @@ def generation(sampled: Sampled, has_logprobs: bool) -> dict:
 
 
 def usage(sampled: Sampled) -> dict:
+    """Return the numbers of tokens, in OpenAI's format."""
     num_prompt = len(sampled.prompt_ids)
     num_sampled = len(sampled.token_ids)
     return {

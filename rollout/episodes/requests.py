@@ -31,7 +31,7 @@ HARMLESS = {
     "stream_options",
     "user",
 }
-# Values that change nothing, of fields that would change how tokens are sampled.
+# Fields that would change how tokens are sampled, with the values that change nothing.
 NEUTRAL: dict[str, tuple] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
@@ -69,7 +69,7 @@ CHAT_FIELDS = {
 }
 GENERATE_FIELDS = {"token_ids", "sampling_params"}
 GENERATION_FIELDS = {"max_tokens", "logprobs", "stop", "stop_token_ids", *SAMPLING}
-# What to do instead, where the name of the field does not show it.
+# What to do instead, for fields whose name does not suggest it.
 ADVICE = {
     "n": "send n requests: each is a turn of the episode",
     "stream": "set stream=false: the answer comes in one piece",
@@ -83,7 +83,7 @@ ADVICE = {
 
 
 class RequestError(Exception):
-    """A request that is not answered as the client wants it.
+    """A request that is rejected.
 
     Attributes:
         status: the status of the HTTP answer.
@@ -154,7 +154,7 @@ class ChatRequest:
     Attributes:
         tools: the tools that the template prints, or None.
         may_call: whether the reply is searched for tool calls.
-        max_tokens: what the client asks for, or None.
+        max_tokens: the maximum that the client requests, or None.
         stop: the draw's stop strings and the client's.
     """
 

@@ -212,8 +212,8 @@ def check_interpreter(python: str) -> None:
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise InputError(f"{setting} cannot be run as a Python interpreter: {error}") from error
     if version < MIN_PYTHON:
-        found = ".".join(map(str, version)) or printed.stderr.strip()[-200:]
-        raise InputError(f"{setting} is {found}: use Python 3.11 or newer")
+        description = ".".join(map(str, version)) or printed.stderr.strip()[-200:]
+        raise InputError(f"{setting} is {description}: use Python 3.11 or newer")
 
 
 def episode_environment(names: Sequence[str]) -> dict[str, str]:

@@ -95,7 +95,7 @@ class GatewayServer:
     def receive(self, seconds: float) -> list[dict]:
         """Return the messages that have arrived; wait at most this long for the first one.
 
-        It waits less if the gateway can take more of what is to be sent.
+        It also returns when the gateway is ready for messages that could not be sent yet.
 
         Raises:
             RuntimeError: the gateway has ended.

@@ -44,43 +44,44 @@ NUM_SHOWN = 30  # characters after it
 
 
 def describe_stability(renderer: Renderer) -> str:
-    """Return a notice: whether the turns of a made conversation continue each other."""
+    """Return a notice: whether the turns of a sample conversation continue each other."""
     try:
-        made = choose_conversation(renderer)
+        sample = choose_conversation(renderer)
     except InputError as error:
         return f"episodes: it is unknown whether turns continue each other: {error}"
-    kind = "with tools" if made.inputs.tools else "without tools"
-    difference = next(filter(None, differences(renderer, made)), None)
+    kind = "with tools" if sample.inputs.tools else "without tools"
+    difference = next(filter(None, differences(renderer, sample)), None)
     if difference is None:
         return f"episodes: the chat template is prefix-stable: turns continue each other ({kind})"
     return f"episodes: the chat template is not prefix-stable ({kind}): {difference}"
 
 
 @dataclass(frozen=True)
-class Made:
-    """A conversation that the template accepts, and what it gets besides."""
+class SampleConversation:
+    """A conversation that the template accepts, and the template's other inputs."""
 
     messages: list[dict]
     inputs: TemplateInputs
 
 
-def choose_conversation(renderer: Renderer) -> Made:
+def choose_conversation(renderer: Renderer) -> SampleConversation:
     """Return a conversation with tools if the template knows them, and with reasoning likewise.
 
     Raises:
         InputError: the template rejects even a conversation without tools.
     """
-    made = Made(CONVERSATION, renderer.inputs([TOOL], {}))
+    sample = SampleConversation(CONVERSATION, renderer.inputs([TOOL], {}))
     try:
-        renderer.request(made.messages, made.inputs)
+        renderer.request(sample.messages, sample.inputs)
     except InputError:
-        made = Made([CONVERSATION[0], *CONVERSATION[3:]], renderer.inputs(None, {}))
-        renderer.request(made.messages, made.inputs)
-    thoughtful = Made([with_reasoning(message) for message in made.messages], made.inputs)
-    prompt = renderer.request(thoughtful.messages[:1], made.inputs).text
-    reply = renderer.history(thoughtful.messages[:2], made.inputs)
+        sample = SampleConversation([CONVERSATION[0], *CONVERSATION[3:]], renderer.inputs(None, {}))
+        renderer.request(sample.messages, sample.inputs)
+    with_thoughts = [with_reasoning(message) for message in sample.messages]
+    thoughtful = SampleConversation(with_thoughts, sample.inputs)
+    prompt = renderer.request(thoughtful.messages[:1], sample.inputs).text
+    reply = renderer.history(thoughtful.messages[:2], sample.inputs)
     is_read = reply.startswith(prompt) and REASONING in reply
-    return thoughtful if is_read else made
+    return thoughtful if is_read else sample
 
 
 def with_reasoning(message: dict) -> dict:
@@ -88,32 +89,32 @@ def with_reasoning(message: dict) -> dict:
     return message | {"reasoning_content": REASONING} if message["role"] == "assistant" else message
 
 
-def differences(renderer: Renderer, made: Made) -> list[str]:
-    """Return for each reply that is followed by another request how the latter departs from it.
+def differences(renderer: Renderer, sample: SampleConversation) -> list[str]:
+    """Describe, for each reply, how the next request fails to continue it.
 
-    The text is "" if the request continues the reply's ids, and its ids are those of the template's
-    own rendering.
+    The text is "" if the request continues the reply's ids, and all of its ids are the same as if
+    the request were rendered and tokenized as a whole.
     """
     session = Session(renderer)
-    messages = made.messages
+    messages = sample.messages
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     next_requests = [*replies[1:], len(messages)]
-    found = []
+    descriptions = []
     for number, (reply, following) in enumerate(zip(replies, next_requests, strict=True), start=1):
-        prompt = session.prompt(messages[:reply], made.inputs)
-        request = renderer.request(messages[:following], made.inputs)
-        text = written_reply(renderer, messages[: reply + 1], made.inputs, prompt, request.text)
+        prompt = session.prompt(messages[:reply], sample.inputs)
+        request = renderer.request(messages[:following], sample.inputs)
+        text = written_reply(renderer, messages[: reply + 1], sample.inputs, prompt, request.text)
         reply_ids = renderer.chat.tokenize(text).ids
         session.record(messages[:reply], prompt, messages[reply], reply_ids)
-        continued = session.prompt(messages[:following], made.inputs)
+        continued = session.prompt(messages[:following], sample.inputs)
         difference = ""
         if not continued.num_recorded:
             shown = first_difference(prompt.text + text, request.text)
             difference = f"a new branch begins after turn {number}, since {shown}"
         elif continued.ids != renderer.ids(request):
             difference = f"after turn {number}, the template's text has other tokens"
-        found.append(difference)
-    return found
+        descriptions.append(difference)
+    return descriptions
 
 
 def written_reply(

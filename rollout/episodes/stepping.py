@@ -63,7 +63,7 @@ class Playing:
     result: EpisodeResult | None = None
 
     def details(self, branch: int) -> dict:
-        """Return what rollouts/step_N.jsonl has about a branch, besides its text."""
+        """Return the fields of a branch in rollouts/step_N.jsonl, besides its text."""
         rewards = self.episode.branches[branch].rewards
         details = {
             "branch": branch,
@@ -142,8 +142,8 @@ class EpisodeLoop:
     Args:
         rollout: vLLM, which must be awake.
         sampling: the section `rollout` or `validation` of the configuration.
-        inbox: returns the next messages. On the first rank of a replica it may wait this many
-            seconds; the other ranks get what the first one got.
+        inbox: called with a number of seconds, returns the next messages. The first rank of a
+            replica waits at most so long; the other ranks get the same messages.
         answer: sends a message to the gateway; does nothing on the other ranks.
         streams: needed if episodes continue in another draw.
 
@@ -216,7 +216,7 @@ class EpisodeLoop:
         self.times.total = time.perf_counter() - start
 
     def step(self) -> int:
-        """Take in what has arrived, and step vLLM. Returns the number of turns that have ended."""
+        """Handle new messages, and step vLLM. Returns the number of turns that have ended."""
         engine = self.rollout.llm.llm_engine
         begin = time.perf_counter()
         is_idle = not engine.has_unfinished_requests()
@@ -256,19 +256,19 @@ class EpisodeLoop:
             self.record(playing, message)
 
     def end(self, ended: list[EndedEpisode]) -> None:
-        """Note the results of episodes. Requests that they have left over are dropped."""
-        for one in ended:
+        """Record the results of episodes, and drop their open requests."""
+        for episode in ended:
             self.num_ended += 1
-            playing = self.playing.get(one.number)
+            playing = self.playing.get(episode.number)
             if playing is not None:
                 playing.is_over = True
-                playing.result = one.result
-                playing.num_tool_errors += one.tool_errors
+                playing.result = episode.result
+                playing.num_tool_errors += episode.tool_errors
                 self.of_key.pop(playing.key, None)
                 self.drop_requests(playing)
 
     def begin_attempt(self, key: str, number: int) -> None:
-        """Begin an episode, or begin it anew with another key."""
+        """Begin an episode, or begin it again with another key."""
         playing = self.playing.get(number)
         if playing is None:  # it was given up
             return
@@ -278,7 +278,7 @@ class EpisodeLoop:
         self.of_key[key] = playing
 
     def record(self, playing: Playing, message: dict) -> None:
-        """Record what the gateway reports of an episode besides its requests."""
+        """Record what the gateway reports about an episode, apart from its requests."""
         if "reward" in message:
             playing.episode.reward(message["reward"])
         if "limit" in message:
@@ -381,7 +381,7 @@ class EpisodeLoop:
         self.abort(suspended)
         for request in suspended:
             self.take(request)
-        # Those that arrive first go on first.
+        # Requests continue in the order in which they arrived.
         self.waiting = sorted([*suspended, *self.waiting], key=lambda request: request.number)
         if self.streams:
             self.streams.forget()

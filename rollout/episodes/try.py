@@ -7,10 +7,9 @@ vLLM generates with the weights in DIR. Rows are counted from 1. --model and --d
 if a YAML file has model.path and data.train_files. The other settings are those of train_ppo.py:
 trainer.seed=1 draws other replies, and rollout.temperature=0.01 the likeliest ones.
 
-Everything is printed that the episode consists of: its conversation, the tokens of each branch, the
-rewards, and the output of your code. Trained tokens are green on a terminal, and between [[ and ]]
-elsewhere. The exit code is 0 if the episode has a reward, 1 if it failed, and 2 after a mistake in
-the command.
+It prints the conversation, the tokens of each branch, the rewards, and the output of your code.
+Trained tokens are green on a terminal, and between [[ and ]] elsewhere. The exit code is 0 if the
+episode has a reward, 1 if it failed, and 2 after a mistake in the command.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def main(arguments: list[str]) -> int:
     """Play the episode, and return the exit code."""
     import datasets
 
-    datasets.disable_progress_bars()  # they would stand between the lines
+    datasets.disable_progress_bars()  # they would interrupt the output
     args = parse(arguments)
     with tempfile.TemporaryDirectory() as work:
         config = with_local_models(load("ppo.yaml", settings(args, work)))
@@ -78,6 +77,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
+    """Parse the arguments of the command."""
     parser = argparse.ArgumentParser("python -m rollout.episodes.try", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("episode", help="my_agent.py:solve, as for rollout.episode")
@@ -235,6 +235,7 @@ def branch_lines(name: str, branch: Branch, chat: ChatTokenizer) -> Iterator[str
 
 
 def counts_line(playing: Playing) -> str:
+    """Return the line with the numbers of turns, branches, tokens and tool calls."""
     episode = playing.episode
     counts = {
         "turns": episode.num_turns,

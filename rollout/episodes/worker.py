@@ -30,7 +30,8 @@ from rollout.grading.scores import read_score
 
 ROOT = str(Path(__file__).parents[2])
 NO_CALL = 0
-# So that a clock that is stopped right before the end of an episode's time costs nothing.
+# The shortest wait before the clock is read again. If the clock is stopped right before the end of
+# an episode's time, shorter waits would keep the event loop busy.
 MIN_WAIT_SECONDS = 0.01
 # The end of the gateway's message about a limit.
 QUOTED_LIMIT = re.compile(rf"\({LIMIT}: (\w+)\)")
@@ -57,7 +58,7 @@ def main(clock: int, lifeline: int, notes: int) -> None:
 
 
 def hide_project() -> None:
-    """Let modules of the user take precedence over ours of the same name, such as `data`."""
+    """Make the user's modules take precedence over ours of the same name, such as `data`."""
     sys.path.remove(ROOT)
     sys.path.append(ROOT)
     for name in list(sys.modules):
@@ -124,7 +125,7 @@ class Player:
         return read_score(value, self.settings["weights"])
 
     def note(self, number: int) -> None:
-        """Note which call's code runs now. If it blocks or ends this process, it is known."""
+        """Note which call's code runs now, in case it blocks or ends this process."""
         write_note(self.notes, number)
 
 
@@ -226,10 +227,12 @@ def watch(coroutine: Coroutine, enter: Callable, leave: Callable):
 def limit_code(error: BaseException | None) -> str | None:
     """Return the code of the limit that an exception reports, or None.
 
-    It is an EpisodeLimit, or an exception of OpenAI's client, which has the fields of the server's
-    error; or it was raised from such an exception, as agent frameworks do; or it quotes the text of
-    one, which is all that verifiers keeps; or it is a group that holds nothing else, as
-    asyncio.TaskGroup raises.
+    Such an exception is one of these:
+
+    * an EpisodeLimit, or an exception of OpenAI's client with the fields of the server's error;
+    * an exception that was raised from one of these, as agent frameworks do;
+    * an exception whose message quotes the text of one, which is all that verifiers keeps;
+    * a group of only such exceptions, as asyncio.TaskGroup raises.
     """
     while error is not None:
         if isinstance(error, BaseExceptionGroup):

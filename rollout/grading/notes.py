@@ -17,7 +17,7 @@ class Note:
 
     Attributes:
         call: the number of the call whose code runs, or 0 if the worker waits.
-        since: when this began, as time.monotonic() gives it, which processes agree on.
+        since: when this began, by time.monotonic(), which is the same clock in all processes.
     """
 
     call: int = 0
@@ -25,7 +25,7 @@ class Note:
 
     @staticmethod
     def read(file: int) -> "Note":
-        """Return the note in a file; one of no call if there is none."""
+        """Return the note in a file; a note without a call if the file is empty."""
         content = os.pread(file, LAYOUT.size, 0)
         return Note(*LAYOUT.unpack(content)) if content else Note()
 

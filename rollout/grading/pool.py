@@ -57,11 +57,11 @@ class Job:
         return False
 
     def has_answer(self, worker: WorkerProcess) -> bool:
-        """Wait for a worker's answer. Returns False if there may be calls for it before."""
+        """Wait for a worker's answer. Returns False if there may be further calls for it first."""
         return True
 
     def request(self, call: Call) -> dict:
-        """Return the request that makes a call. It is asked for again if the call is repeated."""
+        """Return the request that makes a call. Called again if the call is repeated."""
         raise NotImplementedError
 
     def result(self, i: int, answer: dict):
@@ -204,7 +204,7 @@ class WorkerPool:
         return [[call] for call in calls]
 
     def _repeat(self, calls: list[Call], job: Job) -> None:
-        """Make calls again, in one worker at the same time."""
+        """Repeat calls, all at the same time in one worker."""
         worker = self._take_worker()
         for call in calls:
             worker.send(job.request(call), self.seconds_per_call, call, job.clock)

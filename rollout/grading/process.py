@@ -41,8 +41,8 @@ ENVIRONMENT = """
 """.split()
 MAX_ANSWER_BYTES = 2**26
 READ_BYTES = 2**16  # as much as a pipe holds
-# A call is killed this much too late at most. A clock that is stopped right before the end of a
-# call's time would otherwise keep a thread busy.
+# The shortest wait before the clock is read again, so a call may be killed this much too late. If
+# a clock is stopped right before the end of a call's time, shorter waits would keep a thread busy.
 MIN_WAIT_MILLISECONDS = 10.0
 
 Call = list[int]  # the indices of the samples that one call of the function grades
@@ -238,7 +238,7 @@ class WorkerProcess:
     def _milliseconds_left(self) -> float | None:
         """Return how long to wait for the worker: until its next call times out, or for ever.
 
-        It may be longer, if the clock of the call is stopped meanwhile.
+        If the call's clock is stopped during the wait, the call has more time left after it.
         """
         if self.expired or not self.deadlines:
             return None
@@ -249,7 +249,7 @@ class WorkerProcess:
         return min(self.deadlines, key=lambda token: self.deadlines[token].seconds_left)
 
     def _expire(self) -> None:
-        """Kill the worker because a call has timed out, unless its clock was stopped meanwhile."""
+        """Kill the worker because a call has timed out, unless its clock has been stopped."""
         token = self._next_to_expire()
         if self.deadlines[token].seconds_left > 0:
             return

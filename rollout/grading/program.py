@@ -114,7 +114,7 @@ def ignore_signals() -> None:
 
 
 def die_with_parent(lifeline: int) -> None:
-    """Let the kernel kill our process group when the other end of this pipe closes.
+    """Make the kernel kill our process group when the other end of this pipe closes.
 
     Asynchronous I/O works even while the function holds the interpreter's lock, for example in a
     regular expression. A thread would have to wait for the lock, and PR_SET_PDEATHSIG would fire

@@ -99,7 +99,7 @@ def problem_with_steps(steps: list, response: str) -> str | None:
         if not 0 < end <= len(response):
             return f"a step that ends after {end} characters of a response that has {len(response)}"
         if end <= last_end:
-            return f"a step that ends after {end} characters, behind one that ends after {last_end}"
+            return f"a step that ends after {end} characters, after one that ends after {last_end}"
         try:
             finite(reward)
         except (TypeError, ValueError, OverflowError, RuntimeError):

@@ -86,6 +86,7 @@ class RewardFunction:
         return {"notice": f"{self.name}: {notice}" if notice else ""}
 
     def grade(self, request: dict) -> list[dict]:
+        """Call the function, and return one answer for each response."""
         try:
             self.output.redirect()
             value = self.function(**self.arguments(request))
@@ -94,6 +95,7 @@ class RewardFunction:
         return self.answers(value, request)
 
     async def grade_async(self, request: dict) -> list[dict]:
+        """As grade(), for an async function, which is cancelled after reward.timeout."""
         seconds = self.settings["timeout"]
         try:
             async with asyncio.timeout(seconds) as limit:

@@ -41,11 +41,11 @@ class StepCounts:
     """What happened in a step, on this rank's replica.
 
     Attributes:
-        slots: for each step of vLLM, the responses of its draw that were not complete when the draw
-            began; their sum.
-        tokens: the tokens that were drawn.
-        graded, failed: the responses of all replicas that were to be graded, and those of them that
-            could not be.
+        slots: the number of responses that were incomplete when a draw began, times the number of
+            vLLM's steps in that draw; summed over draws.
+        tokens: the number of tokens that were drawn.
+        graded, failed: for all replicas, the number of responses to grade, and how many of them
+            could not be graded.
     """
 
     slots: int = 0
@@ -101,8 +101,8 @@ class PartialSampler:
     ) -> tuple[Request, Samples]:
         """Return the graded responses of `num_groups` groups, or of fewer at the end of the run.
 
-        Called by all ranks. Numbers and tokens are shared as Sampler.draw() does. The request has
-        the rows of these groups.
+        Called by all ranks. As in Sampler.draw(), all ranks get all numbers, but each token is on
+        one rank. The request, which is also returned, has the rows of these groups.
 
         Args:
             version: the number of steps that have trained vLLM's weights.
@@ -132,9 +132,9 @@ class PartialSampler:
         return request, samples
 
     def max_failures(self, num_groups: int) -> float:
-        """Return how many responses of a draw may fail: the rate is that of the whole step.
+        """Return how many responses of a draw may fail. The permitted rate is for the whole step.
 
-        With filter_groups, later draws of a step are small, so their own rates vary a lot.
+        With filter_groups, later draws of a step are small, so their own failure rates vary a lot.
         """
         num_responses = self.counts.graded + num_groups * self.config.rollout.n
         return self.sampler.max_failure_rate * num_responses - self.counts.failed
@@ -158,8 +158,8 @@ class PartialSampler:
     def new_group(self, number: int, key: tuple[int, int, int], first_number: int) -> OpenGroup:
         """Return a group without tokens.
 
-        key: the run's seed, the batch and the row. What is drawn for the group has the same seeds
-        as without rollout.partial.
+        key: the run's seed, the batch and the row, from which the seeds of the group's responses
+        are made, as without rollout.partial.
         """
         raise NotImplementedError
 
@@ -176,7 +176,7 @@ class PartialSampler:
         raise NotImplementedError
 
     def give_up(self, groups: list[OpenGroup]) -> None:
-        """Stop to work on groups that were dropped."""
+        """Stop working on groups that were dropped."""
 
     def agree_on_trained(self, trained: list[OpenGroup]) -> list[TrainedGroup]:
         """Return the groups of all replicas that this step trains on; the ledger forgets them."""
@@ -248,15 +248,15 @@ class PartialSampler:
         raise NotImplementedError
 
     def restored(self, group) -> OpenGroup:
-        """Return an open group, given what from_bytes() has returned."""
+        """Return the open group for one of the groups that from_bytes() has returned."""
         raise NotImplementedError
 
     def load_state(self, files: list[bytes]) -> None:
         """Continue where a checkpoint ended.
 
-        With another number of replicas, the groups are dealt to them anew.
+        If the number of replicas has changed, the groups are divided among them again.
 
-        files: what state() has returned, for all replicas in order.
+        files: the contents of the files that state() has returned, for all replicas in order.
 
         Raises InputError if responses cannot continue with the current settings.
         """
@@ -278,6 +278,6 @@ class PartialSampler:
 
 
 def deal(groups_of_replica: list[list], num_replicas: int) -> list[list]:
-    """Deal groups to another number of replicas, one after another."""
+    """Divide groups among another number of replicas, in turn."""
     groups = sorted(itertools.chain(*groups_of_replica), key=lambda group: group.number)
     return [groups[replica::num_replicas] for replica in range(num_replicas)]

@@ -47,13 +47,13 @@ class OpenEpisode:
 
 
 class SavedGroup(NamedTuple):
-    """What a checkpoint has about a group of episodes, which begin anew: their seeds.
+    """A group of episodes in a checkpoint. After a resume, they begin again with the same seeds.
 
     Attributes:
         number: the number of the group, see ledger.py.
         row: the row of the data set.
         batch: the number of the batch of prompts.
-        first_number: of the group's episodes among those of the row.
+        first_number: the number of the group's first episode among those of the row.
     """
 
     number: int
@@ -129,7 +129,7 @@ class PartialEpisodes(PartialSampler):
         return self.sampler.share(draw.request, draw.assignment, played)
 
     def remove(self, group: OpenGroup) -> None:
-        """Let the loop forget the episodes of a group."""
+        """Make the loop forget the episodes of a group."""
         for episode in group.responses:
             self.loop.remove(episode.number)
 

@@ -27,7 +27,8 @@ class OpenResponse:
         versions: [k] int32: the number of steps that had trained the weights that drew each token.
         candidates: [k, c] int32 with rollout.top_k, see Batch; otherwise c is 0.
         routes: [p + k, L, n], the experts of its prompt of p tokens and its own tokens, with
-            rollout.routing_replay: see engines/model/routes.py. None without, or without any token.
+            rollout.routing_replay: see engines/model/routes.py. None without this setting, or
+            before the first token.
         is_complete: whether it has ended.
         is_truncated: whether it has ended because it reached rollout.max_tokens.
     """
@@ -66,7 +67,7 @@ class OpenResponse:
             self.candidates = np.concatenate([earlier, candidates])
 
     def read(self, routes: np.ndarray) -> None:
-        """Note the experts of all tokens, as vLLM has read them last. Call this after append()."""
+        """Record the experts of all tokens from vLLM's latest request. Call this after append()."""
         if len(self):
             self.routes = joined_parts(self.routes, routes)
 
@@ -126,7 +127,7 @@ class OpenGroups:
         return running
 
     def is_due(self, group: OpenGroup, version: int) -> bool:
-        """Return whether a group has to be complete in this step, since it is too old later.
+        """Return whether a group must be complete in this step, since later it will be too old.
 
         version: the number of steps that have trained the weights.
         """
@@ -170,7 +171,7 @@ class OpenGroups:
     def take_stale(self, version: int) -> list[OpenGroup]:
         """Remove the groups that would be too old in the next step, and return them.
 
-        version: of the weights of this step.
+        version: the version of the weights of this step.
         """
         stale = [group for group in self.groups if group.age(version + 1) > self.max_staleness]
         self._remove(stale)
@@ -260,5 +261,5 @@ def split_rows(array: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
 
 
 def joined(arrays: list[np.ndarray], dtype) -> Tensor:
-    """Return arrays one after another."""
+    """Concatenate arrays."""
     return torch.from_numpy(np.concatenate(arrays) if arrays else np.zeros(0, dtype))

@@ -56,8 +56,8 @@ class Ledger:
         """Begin as many groups as a draw of `num_groups` groups needs.
 
         First, every replica gets the groups that it has to complete, then those that it begins in
-        advance. Near the end of the run, fewer groups are left, and at its end none has begun in
-        vain.
+        advance. Near the end of the run, fewer groups are left to begin, so that the run uses all
+        that have begun.
         """
         quotas = divide_evenly(num_groups, self.num_replicas)
         targets = [math.ceil(self.oversample * quota) for quota in quotas]
@@ -67,7 +67,7 @@ class Ledger:
         return Quotas(begun, num_complete)
 
     def limit_to(self, num_groups: int) -> None:
-        """Let the rest of the run train on this many groups, including those that have begun.
+        """Limit the rest of the run to this many groups, including those that have begun.
 
         Groups of earlier steps do not count: with filter_groups, there may have been any number.
         """

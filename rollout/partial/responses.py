@@ -79,7 +79,7 @@ class PartialResponses(PartialSampler):
     def routes_of(
         self, prompts: list[Prompt], running: list[OpenResponse], responses: Responses
     ) -> list[np.ndarray]:
-        """Return the experts of each prompt and its response so far; none without a recorder.
+        """Return the experts of each prompt and its response so far; nothing without a recorder.
 
         Call this before the new tokens are appended.
 
@@ -171,7 +171,7 @@ def check_can_continue(groups: list[OpenGroup], sampling: DictConfig, num_candid
 def check_routes(groups: list[OpenGroup], rollout: DictConfig) -> None:
     """Raise InputError if responses of a checkpoint lack the experts that are to be replayed.
 
-    Without rollout.routing_replay, those that they have are left out.
+    Without rollout.routing_replay, recorded experts are dropped.
     """
     for response in itertools.chain(*(group.responses for group in groups)):
         if not rollout.routing_replay:

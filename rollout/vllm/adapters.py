@@ -172,7 +172,7 @@ class Adapter:
         self.copies = recorder.copies
 
     def _set(self, matrices: dict[str, Tensor]) -> None:
-        """Let vLLM copy the matrices into its own buffers."""
+        """Make vLLM copy the matrices into its own buffers."""
         matrices = {text_name(self.model, name): matrix for name, matrix in matrices.items()}
         for name, layer in self.manager.modules.items():
             is_fused = name in self.manager.packed_modules

@@ -58,7 +58,7 @@ class ContinuingRollout:
             num_drawn: the number of these tokens.
             sampling: as for Rollout.generate(); max_tokens limits the whole response.
             is_enough: whether to stop, given the indices of the responses that are complete. It is
-                asked after every step of vLLM.
+                called after every step of vLLM.
 
         Returns:
             The new tokens, and for each complete response, by its index, why it has ended: "stop"
@@ -99,7 +99,7 @@ class ContinuingRollout:
 
 
 def report_every_token(llm_engine, request_ids: Sequence[str]) -> None:
-    """Let vLLM's own scheduler report new tokens after every step, not only at the end."""
+    """Make vLLM's own scheduler report new tokens after every step, not only at the end."""
     from vllm.sampling_params import RequestOutputKind
 
     # vLLM-private: LLM.enqueue() sets the output_kind of all parameters to FINAL_ONLY.
@@ -115,7 +115,7 @@ def continue_texts(
     num_drawn: Sequence[int],
     params: Sequence,
 ) -> None:
-    """Let vLLM look for stop strings in whole responses, not only in their new parts.
+    """Make vLLM look for stop strings in whole responses, not only in their new parts.
 
     Args:
         prompts: each prompt, followed by the tokens that its response has already.
@@ -144,7 +144,7 @@ def continue_texts(
 
 
 class RandomStreams:
-    """Lets a request draw from its random numbers where its response left off.
+    """Makes a request continue the sequence of random numbers of its response.
 
     vLLM's V2 model runner computes the random numbers of a token from the seed and the token's
     position, so a request that continues a response draws the right ones by itself. The V1 model
@@ -169,7 +169,7 @@ class RandomStreams:
         self.runner.sampler.register_forward_pre_hook(self._before_sampling, with_kwargs=True)
 
     def skip(self, request_ids: Sequence[str], num_drawn: Sequence[int]) -> None:
-        """Let new requests skip the random numbers of this many tokens."""
+        """Make new requests skip the random numbers of this many tokens."""
         self.num_skipped |= {name: num for name, num in zip(request_ids, num_drawn) if num}
 
     def forget(self) -> None:

@@ -1,9 +1,9 @@
 """Write the trainer's weights into vLLM's FP8 layers, in place.
 
-vLLM can do this itself: reload_weights rebuilds every layer from its weights and quantizes it
+vLLM can do this itself: reload_weights rebuilds every layer from its weights, and quantizes it
 again. That takes a quarter of a second even for a small model. But each row of a matrix has its own
-scale, so it can be quantized alone. Where rows belong is found out once: vLLM's loaders copy
-weights into stand-ins for the layers' matrices, and these copies are recorded, but not made.
+scale, so it can be quantized alone. To find out once where rows belong, vLLM's loaders copy weights
+into stand-ins for the layers' matrices. These copies are recorded, but not made.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ class Rows:
         layer: vLLM's layer. Its weight is [in, out] FP8, transposed in memory, and its
             weight_scale is [out, 1] fp32.
         start: The number of the first row, in [out, in].
-        part: A view of the weight, on the meta device; its shape, strides and offset count.
+        part: A view of the weight, on the meta device. Only its shape, strides and offset matter.
     """
 
     layer: nn.Module
@@ -58,7 +58,7 @@ class Fp8Weights:
         """
         Args:
             shapes: {name in vLLM: shape} of all weights of the model.
-            dtype: Of the weights.
+            dtype: The dtype of the weights.
 
         Raises:
             LayoutError: vLLM stores its FP8 weights in a form that is not known here.
@@ -70,13 +70,13 @@ class Fp8Weights:
                 vllm_model.load_weights(iter(recorder.weights.items()))
         self.rows: dict[str, list[Rows]] = {}
         for name, copies in recorder.copies.items():
-            found = [
-                rows_of(layer_of_storage[storage_id(copy.destination)], copy)
-                for copy in copies
-                if storage_id(copy.destination) in layer_of_storage
-            ]
-            if found:
-                self.rows[name] = found
+            rows = []
+            for copy in copies:
+                layer = layer_of_storage.get(storage_id(copy.destination))
+                if layer is not None:
+                    rows.append(rows_of(layer, copy))
+            if rows:
+                self.rows[name] = rows
         check_complete(layers, self.rows)
         for layer in {tuple(layer.weight.shape): layer for layer in layers}.values():
             check_form(layer)
@@ -147,7 +147,7 @@ def stand_ins(layers: list[nn.Module]) -> Iterator[dict[int, nn.Module]]:
 
 def make_stand_in(layer: nn.Module) -> Tensor:
     """Return a matrix [out, in] with the loader of the layer's weight."""
-    # vLLM-private: the only record of a layer's weights as they were before it quantized them.
+    # vLLM-private: the only record of a layer's weights before it quantized them.
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
@@ -183,8 +183,8 @@ def rows_of(layer: nn.Module, copy) -> Rows:
 def check_complete(layers: list[nn.Module], rows_of_weights: dict[str, list[Rows]]) -> None:
     """Raise LayoutError unless the weights fill every row of every layer."""
     num_filled = {layer: 0 for layer in layers}
-    for found in rows_of_weights.values():
-        for rows in found:
+    for rows_of_weight in rows_of_weights.values():
+        for rows in rows_of_weight:
             num_filled[rows.layer] += len(rows.part)
     if any(number != layer.weight.shape[1] for layer, number in num_filled.items()):
         raise LayoutError("vLLM has rows in FP8 that no weight of the model fills")
@@ -217,4 +217,4 @@ def check_form(layer: nn.Module) -> None:
     )
     has_values = has_form and torch.equal(theirs[0].t().float(), codes.float())
     if not has_values or not torch.equal(theirs[1], scales):
-        raise LayoutError("vLLM stores matrices in FP8 in another form")
+        raise LayoutError("vLLM stores FP8 matrices in a form that is not known here")

@@ -15,7 +15,7 @@ from rollout.vllm.sampling import next_token_params
 
 
 def never_enough(ended: Set[int]) -> bool:
-    """Let step_requests() go on until all requests have ended."""
+    """Make step_requests() continue until all requests have ended."""
     return False
 
 

@@ -85,9 +85,9 @@ def check_setting(config: DictConfig, setting: str) -> None:
             "algorithm.rollout_is=token (or sequence, icepop) to correct for it"
         )
     if config.model.images:
-        raise InputError(f"{setting} does not work with model.images=true yet: leave out one")
+        raise InputError(f"{setting} does not work with model.images=true yet: use only one")
     if mtp.drafter(config) == "mtp":
         raise InputError(
-            f"{setting} does not work with model.mtp.enable_rollout=true yet: leave out one"
+            f"{setting} does not work with model.mtp.enable_rollout=true yet: use only one"
         )
     check_accelerator(setting)

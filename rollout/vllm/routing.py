@@ -98,7 +98,7 @@ class KeptRoutes:
     """Routes on their way to host memory.
 
     routes: [tokens, L, k], at least those of all tokens that vLLM has read
-    arrival: the event after which they are there; None on a CPU
+    arrival: the event that marks their arrival; None on a CPU
     """
 
     routes: Tensor
@@ -112,11 +112,11 @@ class KeptRoutes:
 
 
 def check_recorded(routes: Tensor) -> None:
-    """Raise InputError if a layer has not recorded the first of some tokens: [tokens, L, k]."""
+    """Raise InputError if a layer has no record for the first token of routes [tokens, L, k]."""
     if (routes[:1] == no_route(routes.dtype)).any():
         raise InputError(
             "rollout.routing_replay=true: vLLM chooses experts in a kernel, without its routers, "
-            "so that their choices cannot be recorded: set rollout.routing_replay=false"
+            "so the choices cannot be recorded: set rollout.routing_replay=false"
         )
 
 
@@ -188,5 +188,5 @@ class RouteRecorder:
         return np.concatenate([self.take_all([], np.zeros(0, np.int64)), *routes])
 
     def forget(self) -> None:
-        """Forget the routes that nobody has taken."""
+        """Forget the routes that have not been taken."""
         self.kept.clear()

@@ -259,7 +259,7 @@ class ClosedBatchScheduler(AsyncScheduler):
     def _admit(self, num_scheduled: int, *args) -> SchedulerOutput:
         """Let vLLM's own code admit waiting requests in addition to the running ones.
 
-        Meanwhile, the running requests are hidden, and vLLM's limits are lowered accordingly.
+        While it does so, the running requests are hidden, and vLLM's limits are lowered by them.
         """
         limits = {name: getattr(self, name) for name in RELEASE.running_limits}
         is_time = self._is_time_to_admit(num_scheduled)

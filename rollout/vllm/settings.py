@@ -27,6 +27,7 @@ def check_rollout(config: DictConfig, world_size: int) -> None:
 
 
 def check_tensor_parallel_size(config: DictConfig, world_size: int) -> None:
+    """Raise InputError unless the size divides the number of ranks and of attention heads."""
     tp_size = config.rollout.tensor_parallel_size
     if world_size % tp_size:
         raise InputError(
@@ -39,7 +40,7 @@ def check_tensor_parallel_size(config: DictConfig, world_size: int) -> None:
         if num_heads % tp_size:
             raise InputError(
                 f"rollout.tensor_parallel_size={tp_size} does not divide the model's {num_heads} "
-                "attention heads"
+                "attention heads: lower it"
             )
 
 

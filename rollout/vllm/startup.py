@@ -18,7 +18,7 @@ from rollout.vllm.versions import SUPPORTED, SUPPORTED_NAMES
 
 
 def quiet_vllm() -> None:
-    """Let vLLM log only errors, unless the user has set a level. Call before importing vLLM."""
+    """Make vLLM log only errors, unless the user has set a level. Call before importing vLLM."""
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # On a CPU, vLLM warns that Triton is disabled, before it reads the level.
     logging.getLogger("vllm.triton_utils").setLevel(level.upper())
@@ -52,6 +52,7 @@ def prepare_process(config: DictConfig, host: Host, shares_base: bool) -> None:
 
 
 def prepare_cpu(config: DictConfig, shares_base: bool) -> None:
+    """Apply the workarounds for vLLM's CPU build."""
     tp_size = config.rollout.tensor_parallel_size
     replica, tp_rank = divmod(dist.get_rank(), tp_size)
     ranks = range(replica * tp_size, (replica + 1) * tp_size)

@@ -104,8 +104,8 @@ class WeightSync:
     def can_load_in_place(self) -> bool:
         """Return whether vLLM can load weights without rebuilding its layers.
 
-        If vLLM quantizes them, it cannot in the first update. The second one finds out where the
-        weights belong, and later ones write them there.
+        If vLLM quantizes the weights, the first update cannot do this. The second one finds out
+        where the weights belong, and later ones write them there.
         """
         if not self.is_quantized:
             return True

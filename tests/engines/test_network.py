@@ -61,14 +61,14 @@ def test_nothing_is_chosen_on_one_node(no_interface_is_named, monkeypatch):
 
 
 def test_a_loopback_address_is_kept_where_there_is_no_other(no_interface_is_named):
-    assert network.choose_interface(HERE, [HERE, THERE], is_told=True) == "127.0.0.1"
+    assert network.choose_interface(HERE, [HERE, THERE], is_reported=True) == "127.0.0.1"
     assert not VARIABLES.keys() & os.environ.keys()
 
 
 def test_a_node_that_listens_is_reached():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         doors = [["", 0], ["127.0.0.1", listener.getsockname()[1]]]
-        assert network.first_problem(HERE, [HERE, THERE], doors, others=[1]) is None
+        assert network.first_problem(HERE, [HERE, THERE], doors, ranks=[1]) is None
 
 
 def test_a_node_that_cannot_be_reached_is_named():

@@ -28,7 +28,7 @@ from rl.losses import ActorLoss
 from rl.models import mini_batch_prompts, role_configs
 from rl.settings import check_settings
 from rl.teacher import (
-    behind_teacher_prompts,
+    after_teacher_prompts,
     check_rows,
     check_teachers,
     compute,
@@ -155,7 +155,7 @@ def make_share(config, actor):
     mini_batches = samples.mini_batches(mini_batch_prompts(config))
     seen_by_teacher = None
     if config.data.teacher_prompt_key:
-        seen_by_teacher = behind_teacher_prompts(samples)
+        seen_by_teacher = after_teacher_prompts(samples)
     return samples, divide(samples, mini_batches, actor, seen_by_teacher=seen_by_teacher)
 
 

@@ -383,7 +383,7 @@ def wrong_models(assets) -> Path:
 
 
 WRONG_MODELS = {
-    "policy": "is no reward model: its files have no score.weight",
+    "policy": "is not a reward model: its files have no score.weight",
     "three_labels": "is a classifier with 3 labels: a reward model has one",
     "no_template": "the tokenizer has no chat template, and the prompts are messages",
     "small": "use the tokenizer that belongs to the model",

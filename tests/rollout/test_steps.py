@@ -34,7 +34,7 @@ def test_the_score_includes_the_steps():
         ([(7, 1.0)], "a step that ends after 7 characters of a response that has 6"),
         ([(0, 1.0)], "a step that ends after 0 characters of a response that has 6"),
         ([(-1, 1.0)], "a step that ends after -1 characters"),
-        ([(3, 1.0), (3, 1.0)], "a step that ends after 3 characters, behind one that ends after 3"),
+        ([(3, 1.0), (3, 1.0)], "a step that ends after 3 characters, after one that ends after 3"),
         ([(2.0, 1.0)], "a step that ends at 2.0, which is not a number of characters"),
         ([(True, 1.0)], "a step that ends at True, which is not a number of characters"),
         ([(2, "x")], "a step with the reward 'x', which is not a finite number in fp32"),
