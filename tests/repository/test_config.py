@@ -188,7 +188,7 @@ def test_the_configuration_is_read_only():
         ("optim.kwargs.momentum=???", "optim.kwargs.momentum is missing"),
         ("optim.lr=", "optim.lr=null must be a number"),
         ("optim.lr=???", "optim.lr is missing"),
-        ("data.cache_dir=None", "data.cache_dir='None' is a string in YAML; an empty value is null"),
+        ("data.cache_dir=None", "cache_dir='None' is a string in YAML; an empty value is null"),
         ("data.chat_template=none", "an empty value is null"),
         ("data.max_length=010", "010 is 8 in YAML; write that, or quote the text"),
         ("trainer.profile_interval=[1, 1:30]", "1:30 is 90 in YAML"),
