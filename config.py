@@ -33,6 +33,9 @@ from configs.help import help_text, is_help
 from configs.names import readers
 from configs.rules import REQUIRED
 
+# Here, because everything that imports transformers has imported this file.
+packages.quiet_torchao()
+
 PARENT = os.getppid()  # torchrun, unless it is killed during the imports below
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Names of keys and environment variables whose values must not be shown.

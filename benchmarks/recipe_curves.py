@@ -77,33 +77,44 @@ def trl_metrics(step: int, values: dict[str, float]) -> dict:
 
 
 def draw(runs: list[RunCurves], arguments: Namespace) -> "Figure":
-    """Draw a metric: for every recipe the mean of its seeds, and their range."""
+    """Draw each metric in a panel: for every recipe the mean of its seeds, and their range."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    num_panels = 2 if arguments.seconds else 1
-    figure, panels = pyplot.subplots(
-        1, num_panels, figsize=(2 + 5 * num_panels, 4), layout="constrained", squeeze=False
+    axis_labels = ("step", "seconds of steps") if arguments.seconds else ("step",)
+    panels = [(metric, label) for metric in arguments.metric for label in axis_labels]
+    width = 2 + 5 * len(panels)
+    figure, all_axes = pyplot.subplots(
+        1, len(panels), figsize=(width, 4), layout="constrained", squeeze=False
     )
-    for name in dict.fromkeys(run.name for run in runs):
-        of_name = [run for run in runs if run.name == name]
-        for axes, is_over_seconds in zip(panels[0], (False, True)):
-            draw_recipe(axes, name, of_name, arguments, is_over_seconds)
-    for axes, label in zip(panels[0], ("step", "seconds of steps")):
+    names = dict.fromkeys(run.name for run in runs)
+    for axes, (metric, label) in zip(all_axes[0], panels):
+        for name in names:
+            of_name = [run for run in runs if run.name == name]
+            draw_recipe(axes, name, of_name, metric, arguments.window, label != "step")
         axes.set_xlabel(label)
-        axes.set_ylabel(arguments.metric)
+        axes.set_ylabel(metric)
         axes.grid(alpha=0.3)
         axes.legend()
     return figure
 
 
 def draw_recipe(
-    axes: "Axes", name: str, runs: list[RunCurves], arguments: Namespace, is_over_seconds: bool
+    axes: "Axes",
+    name: str,
+    runs: list[RunCurves],
+    metric: str,
+    window: int,
+    is_over_seconds: bool,
 ) -> None:
-    """Draw the mean of runs with several seeds, and their range, at the steps that all have."""
-    curves = [run.values(arguments.metric, arguments.window) for run in runs]
+    """Draw the mean of runs with several seeds, and their range, at the steps that all have.
+
+    Runs without the metric are left out. Metrics of validations are not averaged over steps.
+    """
+    is_rare = metric.startswith("val/")
+    curves = [run.values(metric, 1 if is_rare else window) for run in runs]
     steps = sorted(set.intersection(*map(set, curves)))
     if not steps:
         return

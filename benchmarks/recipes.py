@@ -251,14 +251,14 @@ def main() -> None:
     command.add_argument(
         "--time-limit", type=float, default=1e9, help="seconds, after which all runs are killed"
     )
-    command = commands.add_parser("draw", help="draw a metric of result files over steps")
+    command = commands.add_parser("draw", help="draw metrics of result files over steps")
     command.add_argument(
         "results", type=Path, nargs="+", help="files of `run`, or of benchmarks/trl_grpo.py --out"
     )
-    command.add_argument("--metric", required=True)
+    command.add_argument("--metric", required=True, nargs="+", help="one panel for each")
     command.add_argument("--window", type=int, default=1, help="steps of the running mean")
     command.add_argument(
-        "--seconds", action="store_true", help="also draw it over the seconds of all steps"
+        "--seconds", action="store_true", help="also draw them over the seconds of all steps"
     )
     command.add_argument("--out", type=Path, required=True, help="the picture")
     arguments = parser.parse_args()

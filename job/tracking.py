@@ -333,14 +333,16 @@ class Tracker:
 def max_log_prob_gap(config: DictConfig) -> float:
     """Return the largest rollout_corr/log_prob_gap that rounding can explain, in nats.
 
-    It is infinity if vLLM's log-probabilities cover different tokens from the trainer's: with top_p
-    or min_p, unless top_k is set.
+    It is infinity in FP8, and if vLLM's log-probabilities cover other tokens than the trainer's.
     """
     rollout = config.get("rollout")
     if not rollout:
         return math.inf
+    precisions = (rollout.quantization, rollout.kv_cache_dtype, config.engine.get("float8"))
+    is_in_fp8 = any(precision not in ("none", "auto", None) for precision in precisions)
     covers_same_tokens = rollout.top_k > 0 or (rollout.top_p == 1 and rollout.min_p == 0)
-    return ROUNDING_GAPS[config.engine.compute_dtype] if covers_same_tokens else math.inf
+    is_comparable = covers_same_tokens and not is_in_fp8
+    return ROUNDING_GAPS[config.engine.compute_dtype] if is_comparable else math.inf
 
 
 def column_names(rows: list[dict]) -> list[str]:

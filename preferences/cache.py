@@ -29,6 +29,8 @@ from preferences.reference import Reference
 
 VERSION = 1  # increase it when log-probabilities or the files of a folder change
 FILE = "ref_log_probs.npy"
+# Keys of `engine` that decide how exactly log-probabilities are computed.
+PRECISION = ("compute_dtype", "param_dtype", "float8", "float8_exclude")
 
 
 def cache_folder(config: DictConfig, dataset: PreferenceDataset, cache_dir: Path) -> Path:
@@ -38,8 +40,9 @@ def cache_folder(config: DictConfig, dataset: PreferenceDataset, cache_dir: Path
         fingerprint(Path(config.reference.path or config.model.path)),
         dataset.name,
         config.model_engine,
-        config.engine.compute_dtype,
     ]
+    # Megatron has only the first of these.
+    settings += [str(config.engine.get(key)) for key in PRECISION]
     key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return cache_dir / f"{key}-reference"
 

@@ -97,13 +97,26 @@ def report(hf: nn.Module, config: DictConfig) -> None:
 
 
 def check_machine(setting: str) -> None:
-    """Raise InputError if torchao is not installed, or the GPU has no FP8 instructions."""
+    """Raise InputError if torchao is not installed, or the accelerator cannot multiply in FP8."""
     if importlib.util.find_spec("torchao") is None:
         raise InputError(f"{setting} needs torchao: pip install torchao==0.18.0")
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < MIN_CAPABILITY:
+    check_accelerator(setting)
+
+
+def check_accelerator(setting: str) -> None:
+    """Raise InputError if the accelerator cannot multiply in FP8. A CPU can, slowly.
+
+    Args:
+        setting: "key=value", for the beginning of the error message.
+    """
+    if not torch.accelerator.is_available():
+        return
+    if torch.accelerator.current_accelerator().type != "cuda":
+        raise InputError(f"{setting} needs NVIDIA GPUs: leave it out")
+    if torch.cuda.get_device_capability() < MIN_CAPABILITY:
         raise InputError(
             f"{setting}: {torch.cuda.get_device_name()} has no FP8 instructions, unlike Ada (L40S) "
-            "and Hopper (H100). Set engine.float8=none"
+            "and Hopper (H100): leave it out"
         )
 
 

@@ -198,8 +198,10 @@ def check_form(layer: nn.Module) -> None:
     """
     weight = layer._parameters["weight"]
     scale = layer._parameters["weight_scale"]
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(weight.shape[::-1], generator=generator).to(weight.device, torch.bfloat16)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    matrix = torch.randn(
+        weight.shape[::-1], generator=generator, device=weight.device, dtype=torch.bfloat16
+    )
     codes, scales = quantize_rows(matrix)
     layer._parameters["weight"] = nn.Parameter(matrix, requires_grad=False)
     layer._already_called_process_weights_after_loading = False

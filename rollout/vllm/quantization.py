@@ -18,7 +18,7 @@ from torch import nn
 from config import InputError
 from engines.model import mtp
 from engines.model.experts import expert_weights
-from engines.model.float8 import MIN_CAPABILITY
+from engines.model.float8 import check_accelerator
 from engines.model.hf import build_on_meta, layer_modules, read_hf_config
 
 # vLLM's name for weights with one scale per output channel and activations with one per token.
@@ -91,16 +91,3 @@ def check_setting(config: DictConfig, setting: str) -> None:
             f"{setting} does not work with model.mtp.enable_rollout=true yet: use only one"
         )
     check_accelerator(setting)
-
-
-def check_accelerator(setting: str) -> None:
-    """Raise InputError if the accelerator cannot multiply in FP8. A CPU can, slowly."""
-    if not torch.accelerator.is_available():
-        return
-    if torch.accelerator.current_accelerator().type != "cuda":
-        raise InputError(f"{setting} needs NVIDIA GPUs: leave it out")
-    if torch.cuda.get_device_capability() < MIN_CAPABILITY:
-        raise InputError(
-            f"{setting}: {torch.cuda.get_device_name()} has no FP8 instructions, unlike Ada (L40S) "
-            "and Hopper (H100). Leave it out"
-        )

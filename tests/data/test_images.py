@@ -622,12 +622,15 @@ def test_truncation_of_a_prompt_never_cuts_an_image(make, processor, truncation,
 @pytest.mark.parametrize("kind", [TokenDataset, PromptDataset])
 @pytest.mark.parametrize("text", ["<image>", "<image>" + "long " * 50])
 def test_an_image_that_changes_is_read_anew(make, folder, capsys, kind, text):
-    """Even the image of a row that truncation has dropped."""
-    rows = [row(text, images=["new.png"]), row()]
+    """Even the image of a row that truncation has dropped, and with a file of the same size."""
+    rows = [row(text, images=["new.bmp"]), row()]
     options = {"truncation": "left", "max_length": 150, "max_prompt_length": 150}
-    Image.new("RGB", (28, 28), "red").save(folder / "new.png")
+    file = folder / "new.bmp"
+    Image.new("RGB", (28, 28), "red").save(file)
+    num_bytes = file.stat().st_size
     before = make(rows, kind, **options)
-    Image.new("RGB", (28, 28), "blue").save(folder / "new.png")
+    Image.new("RGB", (28, 28), "blue").save(file)
+    assert file.stat().st_size == num_bytes
     after = make(rows, kind, **options)
     assert "files that it was made from have changed" in capsys.readouterr().out
     if text != "<image>":
@@ -780,9 +783,15 @@ def test_token_types_that_a_model_needs_cannot_be_dropped(folder):
     assert Processor(folder / "gemma3", dropped=["token_type_ids"]).token_type_keys == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ["critic", "reference"])
-def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path, role):
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param("critic.path", marks=pytest.mark.slow),
+        pytest.param("reference.path", marks=pytest.mark.slow),
+        "algorithm.distill.teacher",
+    ],
+)
+def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path, key):
     """Processors of another family, with a smaller limit of pixels, or with another mean differ."""
     smaller = make_image_model(tmp_path / "smaller", "qwen2_5_vl")
     settings = json.loads((smaller / "preprocessor_config.json").read_text())
@@ -796,7 +805,7 @@ def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path,
                 f"model.path={folder / 'qwen2_5_vl'}",
                 "data.train_files=x",
                 "model.images=true",
-                f"{role}.path={path}",
+                f"{key}={path}",
             ],
         )
         return load_processor(config, AutoTokenizer.from_pretrained(folder / "qwen2_5_vl"))
@@ -808,7 +817,7 @@ def test_all_models_of_a_run_have_the_same_tokens_for_an_image(folder, tmp_path,
     (other / "preprocessor_config.json").write_text(json.dumps(settings))
     for path in (folder / "gemma3", folder / "llava", smaller, other):
         with pytest.raises(
-            InputError, match=f"{role}.path={path} processes images differently from model.path="
+            InputError, match=f"{key}={path} processes images differently from model.path="
         ):
             load_with(path)
     assert load_with(make_image_model(tmp_path / "same", "qwen2_5_vl")).image_token == "<image>"

@@ -60,6 +60,24 @@ def test_validation_files_are_validated_whole_unless_limited():
     assert len(selected(validation_rows(settings(val_files="v", val_max_samples=4)))) == 4
 
 
+@pytest.mark.parametrize(
+    "rows_of, changes, expected",
+    [
+        (training_rows, {}, "7 rows of t are trained on, chosen at random ("),
+        (validation_rows, {"val_files": "v"}, "7 rows of v are validated, chosen at random ("),
+        (validation_rows, {"val_size": 50}, "7 rows of t are validated, chosen at random ("),
+    ],
+    ids=["trained", "files of their own", "split off"],
+)
+def test_a_selection_describes_its_purpose_and_the_key_that_limits_it(rows_of, changes, expected):
+    data = settings(train_max_samples=8, val_max_samples=9, **changes)
+    description = rows_of(data).describe(7)
+    assert description.startswith(expected)
+    limit = "train_max_samples=8" if rows_of is training_rows else "val_max_samples=9"
+    assert f"(data.{limit}" in description
+    assert description.count("max_samples") == 1
+
+
 @pytest.mark.parametrize("val_size", [100, 0.999])
 def test_rows_to_train_on_must_be_left(val_size):
     with pytest.raises(InputError, match=f"data.val_size={val_size} leaves no row to train on"):

@@ -126,6 +126,17 @@ def test_codes_are_right_in_the_mean(signed):
     assert ((nearest - numbers).abs() <= smaller_error + rounding).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 256), (2, 300), (2, 3, 513)])
+@pytest.mark.parametrize("state_dtype", adamw.STATE_DTYPES.values())
+def test_the_estimate_of_a_moment_counts_its_codes_and_scales(dtype, shape, state_dtype):
+    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+    storage = Storage(state_dtype, True, 0, False)
+    state = AdamW([{"params": [parameter]}], 0.1, BETAS, EPS, storage).initial_state(parameter)
+    num_bytes = sum(x.nbytes for name, x in state.items() if name.startswith("exp_avg_sq"))
+    assert adamw.moment_bytes(parameter, state_dtype) == num_bytes
+
+
 def test_positive_second_moments_never_become_zero():
     rows = torch.tensor([[1.0, 1e-12, 0.0]])
     table = moments.make_codes(False, torch.device("cpu"))

@@ -120,6 +120,13 @@ def test_only_settings_that_the_run_does_not_have_are_proposed(model, script, pa
     assert candidates(short)["data.max_tokens_per_micro_batch"] == "64", "the longest row fits"
 
 
+@pytest.mark.parametrize("num_tokens, proposed", [(1000, "500"), (200, "128"), (128, "128")])
+def test_a_proposed_micro_batch_holds_both_answers_of_a_pair(model, num_tokens, proposed):
+    needed = [f"model.path={model}", "data.train_files=x", "data.max_length=64"]
+    config = load("dpo.yaml", [*needed, f"data.max_tokens_per_micro_batch={num_tokens}"])
+    assert candidates(config)["data.max_tokens_per_micro_batch"] == proposed
+
+
 def test_vllm_asleep_counts_while_the_actor_computes(model):
     config = ppo_config(model, "algorithm.adv_estimator=grpo")
     plan = make_plan({"actor": config}, GIB)

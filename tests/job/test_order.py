@@ -98,11 +98,14 @@ def test_without_shuffling_a_line_counts_the_rows_that_are_never_used(folder):
     ]
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("script", ["sft", "ppo"])
-def test_weights_mix_the_names_of_train_files(folder, script):
+def test_weights_mix_the_names_of_train_files(folder, script, shuffle):
     """The second name is a directory of two files, of 5 and 3 rows."""
-    order = order_of(folder, "data.weights=[3,1]", script=script)
-    mixture = Mixture([12, 8], [3, 1], SIZE, seed=3)
+    settings = ["data.weights=[3,1]", f"data.shuffle={shuffle}"]
+    order = order_of(folder, *settings, script=script)
+    mixture = Mixture([12, 8], [3, 1], SIZE, seed=3, shuffle=shuffle)
+    assert order.identity["data.shuffle"] is shuffle
     assert batches(order) == [mixture.rows_of_batch(k).tolist() for k in range(STEPS)]
     assert order.identity["data.weights"] == "3 for 12 rows, 1 for 8 rows"
     assert order.notices == [

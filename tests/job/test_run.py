@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import train_sft
 from config import InputError, load
@@ -76,6 +77,13 @@ def test_the_heartbeat_hears_of_every_stage(run):
     with run.profiler.stage("train_batch"):
         pass
     assert run.heartbeat.entered == [("data", 3), ("train_batch", 3)]
+
+
+def test_collectives_wait_longer_than_the_heartbeat(process_group, own_signals, tmp_path):
+    """The heartbeat names the missing ranks, so it has to be the first that gives up."""
+    make_run(tmp_path, "trainer.timeout_minutes=3").start("1 row")
+    timeout = dist.group.WORLD._get_backend(CPU).options._timeout
+    assert timeout.total_seconds() == 4 * 60
 
 
 def test_garbage_collections_skip_what_exists_before_the_loop(run):

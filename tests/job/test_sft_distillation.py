@@ -20,6 +20,7 @@ from examples.arithmetic import make_rows, make_tokenizer
 from job.distillation import build_teachers, check_distillation, check_models, role_configs
 from profiling import Profiler
 from tests.engines.test_divergence import formula, with_rest
+from tests.support.cases import slow_unless_quick
 from tests.support.launch import launch, metrics, run
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
@@ -153,8 +154,13 @@ def expected_step(case: Case, models: Path) -> dict[str, float]:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, [*case[:4], *case[4]])))
+def name_of(case: Case) -> str:
+    return "-".join(map(str, [*case[:4], *case.more]))
+
+
+@pytest.mark.parametrize(
+    "case", slow_unless_quick(CASES, lambda case: case.num_ranks == 1, name_of)
+)
 def test_a_step_equals_plain_autograd_in_float64(models, tmp_path, case):
     expected = expected_step(case, models)
     assert expected["distill/divergence"] > 1e-3

@@ -146,6 +146,19 @@ def test_the_added_sft_loss_is_per_token_of_the_chosen_answers():
     assert added == pytest.approx(plain + 0.3 * nll, rel=1e-6)
 
 
+def test_the_added_sft_loss_is_a_mean_over_chosen_answers_alone():
+    """Rows with a label may have none."""
+    batch = make_batch(MIXED_LENGTHS)
+    kl = torch.tensor(0.1)
+    loss = find_loss("algorithm.loss=kto", "algorithm.sft_coef=0.3")
+    for parts in ([[*range(5)]], [[0, 3], [1, 2, 4]]):
+        _, amounts, _ = compute(loss, batch, parts, kl)
+        sums = sums_in_fp64(batch)
+        nlls = [-sums[a]["log_prob"] / sums[a]["length"] for a in sums if a % 2 == 0]
+        assert len(nlls) == 3
+        assert amounts["sft_loss"] == pytest.approx(sum(nlls) / 3, rel=1e-6)
+
+
 # -- functions of the user -------------------------------------------------------------------------
 
 

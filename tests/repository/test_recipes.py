@@ -1,6 +1,7 @@
 """The recipes of examples/recipes, and benchmarks/recipes.py, which runs and draws them."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from statistics import median
 
@@ -8,7 +9,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import recipes
-from benchmarks.recipe_curves import RunCurves, read_curves, smooth
+from benchmarks.recipe_curves import RunCurves, draw, read_curves, smooth
 from benchmarks.recipes import RECIPES, Run
 from config import load
 
@@ -19,6 +20,7 @@ SCORES = {
     "chains_sft": "val/exact_match",
     "gsm_grpo": "val/score_and_format/correct",
     "gsm_dpo": "val/rewards/accuracies",
+    "gsm_rm": "val/accuracy",
     "tools_sft": "val/exact_match",
     "tools_grpo": "val/solve",
     "game_sft": "val/loss",
@@ -78,6 +80,17 @@ def test_results_can_be_drawn(path, tmp_path, monkeypatch):
     recipes.main()
     with Image.open(picture) as image:
         assert image.width > 300
+
+
+def test_every_metric_has_a_panel(tmp_path):
+    runs = read_curves([RECIPES / "results" / "precision.json"])
+    metrics = ["score/mean", "val/exact_match"]
+    figure = draw(runs, Namespace(metric=metrics, window=1, seconds=False))
+    assert [axes.get_ylabel() for axes in figure.axes] == metrics
+    scores, matches = figure.axes
+    labels = [line.get_label() for line in scores.get_lines()]
+    assert labels == ["sums_grpo, fp32, 3 seeds", "sums_grpo, bf16, 3 seeds"]
+    assert len(matches.get_lines()) == 4
 
 
 def test_a_picture_over_seconds_is_wider(tmp_path, monkeypatch):
@@ -164,3 +177,16 @@ def test_the_seconds_of_a_run_add_up():
 
 def test_a_running_mean_is_over_the_latest_steps():
     assert smooth([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0]
+
+
+def test_results_keep_the_seconds_of_all_stages_and_every_metric_of_validations():
+    line = {"step": 3, "timing/wake": 1.0, "val/score": 0.5, "score/mean": 0.25, "perf/mfu": 0.1}
+    assert recipes.kept(line) == {name: line[name] for name in line if name != "perf/mfu"}
+
+
+def test_a_run_shows_the_first_and_the_last_validation():
+    validations = [{"val/solve": 0.25}, {"score/mean": 0.5}, {"val/solve": 0.75}]
+    run = Run("tools_grpo", seed=0, metrics=[{"step": i} | m for i, m in enumerate(validations)])
+    assert recipes.first_and_last(run, "val/score") == "0.250 -> 0.750"
+    assert recipes.first_and_last(run, "score/mean") == "0.500 -> 0.500"
+    assert recipes.first_and_last(run, "val/loss") == "-"

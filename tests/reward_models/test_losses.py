@@ -36,7 +36,8 @@ def test_a_score_belongs_to_the_token_after_a_conversation():
     assert torch.equal(batch.cu_seqlens, make_cu_seqlens(torch.tensor([4, 3])))
 
 
-SCORES = [1.5, -0.25, 0.75, 1.0, -2.0, -1.0]  # chosen, rejected, chosen, ...
+# Chosen, rejected, chosen, ... Their sum is not 0, so that a mean shows its denominator.
+SCORES = [1.5, -0.25, 0.75, 1.0, -2.0, -1.25]
 MARGINS = [0.0, 0.5, 1.25]
 
 

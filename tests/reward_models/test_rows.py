@@ -9,6 +9,8 @@ from config import InputError, load
 from data.reward_dataset import RewardDataset, read_rewarded, tokenize_rewards
 from data.tokenization import plain_options
 from examples.arithmetic import make_tokenizer
+from reward_models.settings import choose_padding
+from tests.support.models import make_model
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
@@ -86,3 +88,33 @@ def test_a_batch_has_the_whole_rendered_conversation(tmp_path):
     assert batch.fields["target"][ends].tolist() == [0, 0, 2, 2]
     assert batch.fields["answer"][ends].tolist() == [0, 1, 2, 3]
     assert dataset.last_tokens() == {expected[-1]}
+
+
+@pytest.mark.parametrize(
+    "of_tokenizer, of_model, expected",
+    [
+        ("<|pad|>", "x", "<|pad|>"),
+        (None, "x", "x"),
+        ("\n", "x", "x"),  # rows end with this one
+        ("<|pad|>", None, "<|pad|>"),
+        ("\n", None, None),
+    ],
+    ids=["both", "the model's", "the tokenizer's ends rows", "the tokenizer's", "none"],
+)
+def test_the_padding_of_an_export_is_the_tokenizers_unless_rows_end_with_it(
+    process_group, tmp_path, of_tokenizer, of_model, expected
+):
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = of_tokenizer
+
+    def id_of(token: str | None) -> int | None:
+        return None if token is None else tokenizer(token, add_special_tokens=False).input_ids[0]
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(PAIR) + "\n")
+    path = tokenize_rewards(str(file), tokenizer, options_of(), tmp_path / "cache", tmp_path)
+    shape = {"vocab_size": len(tokenizer), "pad_token_id": id_of(of_model)}
+    make_model(tmp_path / "model", "qwen3", **shape)
+    config = load("rm.yaml", [f"model.path={tmp_path}/model", f"data.train_files={file}"])
+    padding_id = choose_padding(config, tokenizer, [RewardDataset.load(path)])
+    assert padding_id == id_of(expected)

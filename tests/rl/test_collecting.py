@@ -1,13 +1,20 @@
 """The samples of a step: how many batches are drawn, and what is kept of them."""
 
 import statistics
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from config import InputError
 from data.batching.order import global_batch
-from rl.collecting import BatchSource, collect as collect_samples, penalized_scores
+from rl.collecting import (
+    BatchSource,
+    collect as collect_samples,
+    penalized_scores,
+    with_baselines,
+)
+from rollout.drawing import Request
 from tests.support.samples import (
     configure,
     failure,
@@ -190,6 +197,25 @@ def test_remax_draws_a_greedy_response_to_each_prompt_of_each_draw():
     ]
     assert samples.group.tolist() == [0, 0, 5, 5]
     assert samples.baseline.tolist() == [first + 1] * 2 + [last + 1] * 2
+
+
+def test_greedy_responses_have_a_limit_of_failures_of_their_own():
+    """With rollout.partial, that of the other responses depends on the draws of a step so far."""
+    config = configure("algorithm.adv_estimator=remax", f"data.train_batch_size={SIZE}")
+    requests = []
+
+    def respond(request):
+        requests.append(request)
+        return make_samples([2], [0.5], [4])
+
+    request = Request(range(PROMPTS), [7], config.rollout, (3, 1), first_group=4, max_failures=0)
+    samples = with_baselines(config, respond, request, make_samples([1, 3], [1, 0], [4, 4]))
+    assert samples.baseline.tolist() == [0.5, 0.5]
+    (greedy,) = requests
+    assert (greedy.sampling.n, greedy.sampling.temperature) == (1, 0.0)
+    assert greedy.max_failures is None
+    unchanged = {"sampling": request.sampling, "max_failures": 0}
+    assert replace(greedy, **unchanged) == request
 
 
 def test_failures_of_all_draws_are_kept():

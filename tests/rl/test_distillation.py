@@ -38,6 +38,7 @@ from rl.teacher import (
 from rollout.samples import Samples
 from rollout.sharing import divide
 from tests.engines.test_divergence import formula, with_rest
+from tests.support.cases import slow_unless_quick
 from tests.support.launch import launch, metrics, run
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
@@ -309,8 +310,13 @@ def str_of_case(case: Case) -> str:
     return "-".join(map(str, [*case[:4], *case.more, case.teacher, *prompts]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str_of_case)
+def is_quick(case: Case) -> bool:
+    """Return whether quick tests include a case: two of those on one rank."""
+    is_small = case.num_ranks == 1 and not case.only
+    return is_small and (case.teacher == "several" or case.mode == "forward_kl")
+
+
+@pytest.mark.parametrize("case", slow_unless_quick(CASES, is_quick, str_of_case))
 def test_a_step_equals_plain_autograd_in_float64(models, tmp_path, case):
     check_step(case, models, on_ranks(case.num_ranks, tmp_path, distilled_step, case, models))
 

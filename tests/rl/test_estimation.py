@@ -131,6 +131,21 @@ def test_gdpo_needs_a_score_that_is_made_of_parts(parts, more, message):
         advantages(samples, "algorithm.adv_estimator=gdpo", *more)
 
 
+@pytest.mark.parametrize("weights", [[], ["reward.weights={right: 2.0}"]])
+def test_the_part_of_a_reward_model_has_a_weight_of_its_own(weights):
+    """Without reward.weights, all other parts have the weight 1, otherwise those without one 0."""
+    right = torch.tensor([1.0, 0.0, 0.0])
+    neat = torch.tensor([0.0, 1.0, 1.0])
+    model = torch.tensor([0.5, -2.0, 3.0])
+    scores = (2 * right if weights else right + neat) + 0.25 * model
+    samples = make_samples([1, 2, 1], scores.tolist(), [0, 0, 0])
+    samples = replace(samples, parts={"right": right, "neat": neat, "model": model})
+    reward_model = ["reward.model.path=unused", "reward.model.weight=0.25"]
+    f, _ = advantages(samples, "algorithm.adv_estimator=gdpo", *reward_model, *weights)
+    expected = scores.repeat_interleave(torch.tensor([1, 2, 1])).tolist()
+    assert on_responses(samples, f["returns"]) == pytest.approx(expected, abs=1e-6)
+
+
 def test_max_rl_refuses_negative_rewards():
     samples = make_samples([2, 1], [1, -0.5], [0, 0])
     with pytest.raises(InputError, match="needs rewards of 0 or more, but one is -0.5"):

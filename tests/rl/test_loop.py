@@ -14,7 +14,7 @@ from job.hardware import Hardware
 from job.order import Order
 from job.run import Run
 from profiling import Profiler
-from tests.support.samples import failure, make_samples
+from tests.support.samples import Episode, failure, make_episodes, make_samples
 
 NUM_RANKS = 4
 SECONDS_PER_LOOK = 2.0  # by which the clock advances whenever it is read
@@ -57,9 +57,9 @@ class Roles:
 
     host_group = None
 
-    def __init__(self, profiler):
+    def __init__(self, profiler, samples):
         self.profiler = profiler
-        self.samples = make_samples([1, 2, 3], [1, 0, 2], [0, 0, 1], failures=[failure(0)])
+        self.samples = samples
         self.rows = []
         self.saved = []
         self.calls = []
@@ -99,7 +99,7 @@ class Roles:
 
     def compute_advantages(self, samples, share, kl_coef):
         self.calls.append(("advantages", kl_coef))
-        return {"critic/advantages/mean": 2.0}
+        return {"critic/advantages/mean": 2.0, "actor/reward_kl": 0.0}
 
     def update_critic(self, share, step):
         self.calls.append(("critic", step))
@@ -119,9 +119,15 @@ class Roles:
 @pytest.fixture
 def finished(tmp_path, monkeypatch):
     """A run of two steps and its roles, after the loop."""
+    samples = make_samples([1, 2, 3], [1, 0, 2], [0, 0, 1], failures=[failure(0)])
+    return finish(tmp_path, monkeypatch, samples)
+
+
+def finish(tmp_path, monkeypatch, samples, *more):
+    """Take the two steps of a run; return it with its roles."""
     pairs = ["model.path=m", "data.train_files=t", f"output_dir={tmp_path}"]
     pairs += ["data.val_files=v", "trainer.val_before_train=true", "reward.function=my.py:letters"]
-    config = load("ppo.yaml", [*pairs, "algorithm.ppo_epochs=2", "trainer.rollout_freq=-1"])
+    config = load("ppo.yaml", [*pairs, "algorithm.ppo_epochs=2", "trainer.rollout_freq=-1", *more])
     run = Run(
         config=config,
         named_config=config,
@@ -150,7 +156,7 @@ def finished(tmp_path, monkeypatch):
         log_samples=lambda step, examples: None,
         report_failures=lambda step, samples: run.tracker.reported.append(step),
     )
-    roles = Roles(run.profiler)
+    roles = Roles(run.profiler, samples)
     clock = iter(range(1000))
     now = SimpleNamespace(perf_counter=lambda: SECONDS_PER_LOOK * next(clock))
     monkeypatch.setattr(train_ppo, "time", now)
@@ -190,6 +196,18 @@ def test_progress_counts_batches_and_the_updates_of_each_model(finished):
     assert progress["actor_skipped"] == 0
     assert progress["failures"] == 2
     assert [line["train/epoch"] for line in run.tracker.lines[1:]] == [0.5, 1.0]
+
+
+def test_an_adaptive_penalty_counts_episodes_and_not_their_branches(tmp_path, monkeypatch):
+    """Without any divergence, it falls by a fifth of the episodes' share of the horizon."""
+    samples = make_episodes([Episode(0, 1.0, [".x", ".xx"]), Episode(0, 0.0, [".x"])])
+    assert len(samples) == 3
+    control = ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=10"]
+    control.append("algorithm.use_kl_in_reward=true")
+    _, roles = finish(tmp_path, monkeypatch, samples, *control)
+    coefficients = [call[1] for call in roles.calls if call[0] == "advantages"]
+    assert coefficients == pytest.approx([0.5, 0.5 * (1 - 0.2 * 2 / 10)])
+    assert roles.saved[0]["kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 2 / 10) ** 2)
 
 
 def test_the_stages_of_a_step_are_called_in_order_with_its_number(finished):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,15 @@ from config import InputError, load
 from data.answered import encode_answered
 from data.chat.tokenizer import ChatTokenizer
 from data.tokenization import plain_options
+from engines.fsdp.engine import FSDPEngine
+from engines.heads import Head
 from examples.arithmetic import make_rows, make_tokenizer
-from rl.reward_model import check_reward_model
+from rl.reward_model import check_reward_model, reward_model_config
+from rl.scoring import RewardModel
 from rl.settings import check_settings
 from tests.support.launch import metrics, run
 from tests.support.models import make_model
+from tests.support.samples import configure, make_samples
 
 OTHER_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
@@ -259,6 +264,41 @@ def test_the_policy_learns_from_the_reward_model_alone(assets, tmp_path):
     line = metrics(tmp_path)[-1]
     assert line["score/mean"] == pytest.approx(WEIGHT * line["reward/model/mean"], abs=1e-6)
     assert "reward/function/mean" not in line
+
+
+@pytest.mark.parametrize("num_positions, max_tokens", [(30, 200), (512, 30), (512, 200)])
+def test_scores_in_this_process_are_those_of_transformers(
+    process_group, tmp_path, num_positions, max_tokens
+):
+    """The score takes one token of the model's positions, and of a micro-batch."""
+    path = tmp_path / "judge"
+    tokenizer = make_other_tokenizer()
+    make_reward_model(path, "qwen3", tokenizer, max_position_embeddings=num_positions)
+    pairs = [f"reward.model.path={path}", f"data.max_tokens_per_micro_batch={max_tokens}"]
+    config = configure(*pairs)
+    engine = FSDPEngine(
+        reward_model_config(config), torch.device("cpu"), 1, optimize=False, head=Head.VALUES
+    )
+    question = {"role": "user", "content": "What is 1+1"}
+    samples = make_samples([1, 2], [0.0, 1.0], [0, 1])
+    prompts = [replace(prompt, row={"messages": [question]}) for prompt in samples.prompts]
+    samples = replace(samples, prompts=prompts, texts=["2", "the number 3, I think"])
+    scored = RewardModel(config, engine, []).score(samples, None)
+    judge = Judge(path)
+    longest = min(num_positions, max_tokens) - 1
+    expected = []
+    num_cut = 0
+    for text in samples.texts:
+        chat = [question, {"role": "assistant", "content": text}]
+        rendered = tokenizer.apply_chat_template(chat, tokenize=False)
+        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        num_cut += len(ids) > longest
+        with torch.no_grad():
+            expected.append(judge.model(torch.tensor([ids[-longest:]])).logits.item())
+    assert scored.parts["model"].tolist() == pytest.approx(expected, abs=1e-5)
+    assert scored.scores.tolist() == [0.0, 1.0]
+    assert scored.metrics["reward/model/cut"] == num_cut / 2
+    assert (num_cut > 0) == (longest < 30)
 
 
 @pytest.mark.slow

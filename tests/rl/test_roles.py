@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from config import load
+from config import InputError, load
 from engines import schedule
 from engines.heads import Head
+from engines.model.routes import FIELD as ROUTES
 from profiling import Profiler
 from rl import roles as roles_module
 from rl.roles import Roles
+from tests.support.samples import failure, make_samples, whole
 
 GAE = "algorithm.adv_estimator=gae"
 REFERENCE = "algorithm.use_kl_loss=true"
@@ -25,6 +27,7 @@ class RecordingEngine:
     Its log-probabilities are its number, negative while its adapters are disabled.
 
     options: the keyword arguments that it was built with
+    batches: those that it has computed or was trained on
     on_device: the parts that would be in the device's memory
     """
 
@@ -38,6 +41,7 @@ class RecordingEngine:
         self.options = options
         self.on_device = {"parameters", "optimizer"}
         self.has_adapters = True
+        self.batches = []
 
     def offload(self, *parts):
         self.on_device -= set(parts)
@@ -46,6 +50,7 @@ class RecordingEngine:
         self.on_device = {"parameters", "optimizer"}
 
     def train_batch(self, batch, loss_fn, step, micro_batches):
+        self.batches.append(batch)
         rate = schedule.learning_rate(self.config.optim, step, self.total_steps)
         return {"lr": rate, "skipped": 0}
 
@@ -57,10 +62,12 @@ class RecordingEngine:
 
     def log_probs(self, batch, micro_batches):
         self.onload()
+        self.batches.append(batch)
         number = self.number if self.has_adapters else -self.number
         return torch.full((2,), number), None, None
 
     def values(self, batch, micro_batches):
+        self.batches.append(batch)
         return torch.full((2,), 10 * self.number)
 
     def export_weights(self, include_unused):
@@ -230,6 +237,47 @@ def test_each_field_comes_from_the_engine_of_its_role(make_roles):
     assert "parameters" not in roles.reference.on_device
     stages = {name.removeprefix("timing/") for name in roles.profiler.end_step()}
     assert stages == {"actor_compute_log_prob", "ref_compute_log_prob", "compute_values"}
+
+
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_the_actor_alone_replays_the_experts_that_vllm_chose(make_roles, has_adapters):
+    """The routers of other models choose by themselves, and so does the actor as the reference."""
+    roles = make_roles(6, GAE, REFERENCE, "algorithm.ppo_epochs=2")
+    if has_adapters:
+        roles.config = OmegaConf.merge(roles.config, {"model": {"lora": {"rank": 4}}})
+        roles.reference = None
+    samples = make_samples([0], [1.0], [0])  # two tokens, as many as the engines compute
+    samples.batch.fields[ROUTES] = torch.zeros(len(samples.batch.input_ids), 2, 1)
+    share = whole(samples)
+    roles.compute_log_probs(share, 1)
+    roles.compute_values(share)
+    roles.update_critic(share, 1)
+    roles.update_actor(share, 1)
+
+    def replays(engine: RecordingEngine) -> list[bool]:
+        return [ROUTES in batch.fields for batch in engine.batches]
+
+    if has_adapters:
+        # The log-probabilities before the update, those of the reference, and two epochs.
+        assert replays(roles.actor) == [True, False, True, True]
+    else:
+        assert replays(roles.actor) == [True, True, True]
+        assert replays(roles.reference) == [False]
+    assert replays(roles.critic) == [False, False, False]
+
+
+def test_the_rate_of_failures_is_that_of_all_draws_of_a_step(make_roles, monkeypatch, tmp_path):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    settings = [f"output_dir={tmp_path}", "reward.max_failure_rate=0.25"]
+    roles = make_roles(6, *settings)
+    draw = make_samples([2], [1.0], [0], failures=[failure(1)])
+    with pytest.raises(InputError, match="1 of 2 samples .* more than reward.max_failure_rate"):
+        roles._report_failures(1, draw)
+    roles._report_failures(1, draw, num_drawn=8, num_earlier=1)
+    with pytest.raises(InputError, match="3 of 8 samples"):
+        roles._report_failures(1, draw, num_drawn=8, num_earlier=2)
+    written = (tmp_path / "failures.jsonl").read_text().splitlines()
+    assert len(written) == 3
 
 
 def test_an_actor_without_its_adapters_is_the_reference(make_roles):

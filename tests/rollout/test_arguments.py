@@ -115,6 +115,11 @@ def test_as_many_sequences_as_fit_in_memory(folder, num_drafted):
     assert max_num_seqs(config, 2, 0) == 1024
     few = make_config(folder / "capacity", *settings, "rollout.n=3", "data.train_batch_size=10")
     assert max_num_seqs(few, 4, 0) == 5 * 3
+    partial = ["rollout.partial.enable=true", "rollout.partial.oversample=1.5"]
+    begun_in_advance = make_config(
+        folder / "capacity", *settings, "rollout.n=3", "data.train_batch_size=10", *partial
+    )
+    assert max_num_seqs(begun_in_advance, 4, 0) == 8 * 3, "1.5 times 5 prompts, rounded up"
     tight = make_config(folder / "capacity", *settings, "rollout.kv_cache_gib=0.001")
     assert max_num_seqs(tight, 2, GPU_BYTES) == int(0.001 * 2**30 / (125 * kv_bytes))
 

@@ -101,6 +101,22 @@ def test_the_last_turn_says_whether_the_episode_was_cut_off():
     assert not episode.is_truncated
 
 
+def test_the_oldest_token_may_be_in_a_turn_that_has_not_ended():
+    episode = Episode()
+    assert episode.oldest_version is None
+    first = episode.begin([1], seed=0)
+    assert episode.oldest_version is None
+    first.response.append(np.array([2]), np.array([-1.0]), None, version=3)
+    first.response.append(np.array([2]), np.array([-1.0]), None, version=4)
+    assert episode.oldest_version == 3
+    second = episode.begin([1], seed=1)
+    second.response.append(np.array([5]), np.array([-1.0]), None, version=4)
+    episode.end(second, is_cut=False)
+    assert episode.oldest_version == 3
+    episode.drop(first)
+    assert episode.oldest_version == 4
+
+
 def test_a_reward_is_at_the_last_token_of_the_last_turn():
     episode = Episode()
     with pytest.raises(ValueError, match="before the first turn"):

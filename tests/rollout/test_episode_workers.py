@@ -20,6 +20,7 @@ from rollout.episodes.jobs import Limit
 from rollout.episodes.runner import EpisodeRunner
 from rollout.episodes.schemas import SchemaError, tool_schema
 from rollout.grading.grader import Reward
+from rollout.grading.notes import Note
 from tests.data.chat_templates import CONTROL, QWEN2, make_tokenizer
 from tests.rollout.episode_gateway import SAMPLING, GatewayProcess, save_tokenizer
 
@@ -469,6 +470,22 @@ def test_episodes_beside_one_that_ends_its_worker_are_repeated(
     assert num_attempts[5] <= 4, "halves of eight episodes"
     keys = [request.key for request in server.requests]
     assert len(set(keys)) == len(keys) == 7
+
+
+def test_the_episode_whose_code_ran_last_is_repeated_alone(make, file):
+    """If none is known, each half is repeated. (A worker's note names a call by its number + 1.)"""
+    calls = [[0], [1], [2]]
+    with closing(make(f"{file}:solve")) as runner:
+        worker = runner.idle[0]
+        groups = {}
+        for number in (2, 0, 9):
+            worker.last_note = Note(number)
+            groups[number] = runner.regroup(calls, worker)
+        worker.last_note = Note(1)
+        alone = runner.regroup([[0]], worker)
+    assert groups[2] == [[[0], [2]], [[1]]]
+    assert groups[0] == groups[9] == [[[0], [1]], [[2]]]
+    assert alone == [[[0]]]
 
 
 @pytest.mark.slow

@@ -6,14 +6,16 @@ The schedules here draw one token per response and step, as vLLM does, but of ma
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from omegaconf import OmegaConf
 
 from config import InputError
-from rollout.partial.drawing import deal
+from rollout.partial.drawing import PartialSampler, StepCounts, deal
 from rollout.partial.groups import (
     Counters,
     OpenGroup,
@@ -24,6 +26,7 @@ from rollout.partial.groups import (
 )
 from rollout.partial.ledger import Ledger, divide_evenly
 from rollout.partial.responses import check_can_continue
+from tests.support.ranks import on_ranks
 
 
 @dataclass
@@ -283,3 +286,45 @@ def test_the_age_of_a_group_is_that_of_its_oldest_token():
     assert with_tokens.age(6) == 2
     assert without.oldest_version is None
     assert without.age(6) == 0
+
+
+def end_step_on_rank(tp_size: int) -> tuple[dict[str, float], Ledger, list[int]]:
+    """End a step in which replica r has groups 3r, of an age of 0, 3r + 1 of 1, and 3r + 2 of 2."""
+    replica, tp_rank = divmod(dist.get_rank(), tp_size)
+    num_replicas = dist.get_world_size() // tp_size
+    replica_of = {number: number // 3 for number in range(3 * num_replicas)}
+    ledger = Ledger(num_replicas, 2.0, limit=None, replica_of=replica_of)
+    open_groups = OpenGroups(max_staleness=2, finishes_old=False)
+    for age in range(3):
+        response = OpenResponse(seed=0)
+        response.append(np.array([1]), np.array([-1.0]), None, version=5 - age)
+        open_groups.groups.append(OpenGroup(3 * replica + age, 0, [response]))
+    rollout = SimpleNamespace(tp_rank=tp_rank, tp_size=tp_size, replica=replica)
+    sampler = PartialSampler(
+        sampler=SimpleNamespace(rollout=rollout, host_group=None),
+        ledger=ledger,
+        dataset=None,
+        rows_of_batch=None,
+        config=None,
+        open=open_groups,
+        counts=StepCounts(slots=8, tokens=6),
+    )
+    metrics = sampler.end_step(5)
+    return metrics, ledger, [group.number for group in open_groups.groups]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_every_rank_forgets_the_groups_that_a_replica_drops_once(tmp_path, tp_size):
+    """The ranks of a replica have the same groups."""
+    num_replicas = 2
+    ranks = on_ranks(num_replicas * tp_size, tmp_path, end_step_on_rank, tp_size)
+    for rank, (metrics, ledger, own) in enumerate(ranks):
+        first = 3 * (rank // tp_size)
+        assert own == [first, first + 1]
+        assert ledger.replica_of == {0: 0, 1: 0, 3: 1, 4: 1}
+        assert ledger.num_dropped == 2
+        assert metrics == {
+            "partial/carried_groups": 4.0,
+            "partial/stale_drops": 2.0,
+            "partial/idle_slots": 0.25,
+        }

@@ -203,6 +203,16 @@ def write_on_two_ranks(path: Path) -> tuple[list[dict], list[dict]]:
     return examples(samples, 2), examples(samples, 10)
 
 
+def test_the_age_of_a_response_is_that_of_its_first_token(tmp_path):
+    """Later tokens were drawn by newer weights; those of the prompt have no age."""
+    samples = make_samples([3, 1, 0], [1, 2, 3], [0, 0, 1])
+    age = torch.tensor([0.0, 0, 2, 1, 0, 0, 0, 1, 0, 0])
+    samples.batch.fields["age"] = age
+    write_samples(samples, tmp_path / "rollouts" / "step_1.jsonl")
+    lines = (tmp_path / "rollouts" / "step_1.jsonl").read_text().splitlines()
+    assert [json.loads(line)["age"] for line in lines] == [2, 1, 0]
+
+
 def test_samples_of_all_ranks_are_written_in_order_and_long_values_cut(tmp_path):
     path = tmp_path / "samples" / "step_1.jsonl"
     tables = on_ranks(2, tmp_path, write_on_two_ranks, path)

@@ -51,6 +51,17 @@ def case_params(
     return params
 
 
+def slow_unless_quick(
+    cases: Iterable, is_quick: Callable[[Any], bool], name_of: Callable[[Any], str]
+) -> list:
+    """Return parameter sets of one case each, of which only the quick ones run in quick tests."""
+    params = []
+    for case in cases:
+        marks = () if is_quick(case) else pytest.mark.slow
+        params.append(pytest.param(case, marks=marks, id=name_of(case)))
+    return params
+
+
 def launch_params(launches: dict[str, Any], names: Iterable[str] | None = None) -> list:
     """Return parameter sets (name of a launch), each of which needs only this launch.
 

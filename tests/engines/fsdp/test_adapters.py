@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from config import InputError
 from data.batching.batch import Batch
-from engines.checkpoint.export import merged_weights
+from engines.checkpoint.export import export_hf, merged_weights
 from engines.fsdp.engine import FSDPEngine
 from engines.model import lora
 from tests.engines.fsdp.cases import (
@@ -29,7 +29,7 @@ from tests.engines.fsdp.cases import (
 from tests.engines.fsdp.model_files import add_weight, rewrite_weights
 from tests.support.models import make_model
 from tests.support.plain import check_answers, plain_answers, plain_model
-from tests.support.training import digest, gather, make_batch
+from tests.support.training import digest, gather, make_batch, make_tokenizer
 
 
 @worker_case(1, 2, 4)
@@ -226,6 +226,20 @@ def test_files_name_no_more_layers_than_have_adapters(folder, tmp_path):
     )
     model = PeftModel.from_pretrained(plain_model(folder / "llama"), tmp_path)
     assert sum(".lora_" in name for name, _ in model.named_parameters()) == 2
+
+
+@pytest.mark.usefixtures("process_group")
+def test_an_export_of_a_part_adapts_no_other_part(folder, tmp_path):
+    """The vision tower has layers with the same last names as the text model's."""
+    model = folder / "gemma3 with images"
+    settings = ["model.lora.rank=2", "model.lora.target_modules=[q_proj,v_proj]"]
+    engine = build(model, torch.device("cpu"), more=settings)
+    export_hf(engine, make_tokenizer(), tmp_path / "hf")
+    names = {name.partition(".lora_")[0] for name, _ in engine.export_adapter()}
+    written = json.loads((tmp_path / "hf" / "adapter_config.json").read_text())
+    assert {*written["target_modules"]} == names
+    layers = [name for name, _ in plain_model(model).named_modules() if name.endswith("q_proj")]
+    assert len(layers) > len([name for name in names if name.endswith("q_proj")])
 
 
 def test_merging_offline_rounds_as_the_run_does(folder, tmp_path):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import InputError
 from engines.checkpoint.checkpointer import Checkpointer
-from engines.checkpoint.export import export_hf, write_safetensors
+from engines.checkpoint.export import export_checkpoint, export_hf, write_safetensors
 from engines.model.model_files import fingerprint, weight_files
 from job.progress import adapter as adapter_record
 from tests.engines.fsdp.cases import (
@@ -539,3 +539,24 @@ def test_weights_in_several_files(folder, tmp_path):
         )
         with pytest.raises(InputError, match="which is not in the model's directory"):
             weight_files(hub)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("lora", [False, True], ids=["the rest", "the base of adapters"])
+def test_a_checkpoint_finds_its_models_from_any_directory(folder, tmp_path, monkeypatch, lora):
+    """The path of the model may be relative to the directory of the run."""
+    model = Path("qwen3" if lora else "gemma3 with images")
+    monkeypatch.chdir(folder)
+    engine = build(model, torch.device("cpu"), lora=lora)
+    checkpointer = Checkpointer(tmp_path / "checkpoints", 1, asynchronous=False)
+    record = adapter_record(engine.config, str(model))
+    run = {"frozen weights": fingerprint(model)}
+    progress = {"export_dtype": "float32", "lora": record, "run": run}
+    checkpointer.save(1, engine, progress, make_tokenizer())
+    expected = dict(engine.export_weights())
+    monkeypatch.chdir(tmp_path)
+    export_checkpoint(checkpointer.latest(), tmp_path / "hf", merge=lora)
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    for name, tensor in exported.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)

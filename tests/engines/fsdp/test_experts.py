@@ -14,6 +14,7 @@ from tests.engines.fsdp.cases import (
     AUX,
     BF16,
     build,
+    token_cap,
     train,
     worker_case,
 )
@@ -21,7 +22,8 @@ from tests.engines.fsdp.test_training import BALANCED, CASES, result_of
 from tests.support.cases import case_params, needs
 from tests.support.models import FAMILIES
 from tests.support.plain import NORM_BOUND, plain_loss, plain_model, worst
-from tests.support.training import make_batch
+from tests.support.ranks import on_ranks
+from tests.support.training import LONGEST, make_batch, make_loss
 
 
 @worker_case(1)
@@ -147,3 +149,25 @@ def test_a_coefficient_of_config_json_weighs_each_layer_as_in_transformers():
     assert weighted == pytest.approx(coefficient * sum(by_layer) / 4)
     assert weighted > 1.3 * coefficient * load_balancing_loss_func(layers, 8, 3).item()
     assert experts.aux_loss_weight(0.1, shape, 4) == 0.1, "as it is given"
+
+
+def aux_loss_of_a_long_sequence(model: Path, max_tokens: int, cp_size: str) -> float:
+    """Return the routers' loss of a batch of one sequence."""
+    cpu = torch.device("cpu")
+    engine = build(model, cpu, f"{AUX} context_parallel_size={cp_size}", token_cap(max_tokens))
+    batch = make_batch(0).select([1])
+    plan = engine.plan(batch.lengths)
+    assert plan.sequences == [0]
+    loss_fn = make_loss(len(batch.input_ids))
+    return engine.train_batch(batch, loss_fn, 0, plan.micro_batches)["router_aux_loss"]
+
+
+def test_tokens_that_ranks_share_count_once_in_the_routers_loss(folder, tmp_path):
+    model = folder / "qwen3_moe"
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "shared").mkdir()
+    (alone,) = on_ranks(1, tmp_path / "alone", aux_loss_of_a_long_sequence, model, LONGEST, "1")
+    half = LONGEST // 2 + 2
+    shared = on_ranks(2, tmp_path / "shared", aux_loss_of_a_long_sequence, model, half, "auto")
+    assert alone > 0.1
+    assert shared == pytest.approx([alone] * 2, rel=1e-5)

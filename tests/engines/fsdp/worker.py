@@ -18,6 +18,7 @@ from tests.engines.fsdp import (  # noqa: F401  they register their cases
     test_checkpoints,
     test_experts,
     test_families,
+    test_float8,
     test_freezing,
     test_memory,
     test_optimizers,

@@ -1,0 +1,78 @@
+"""What an engine does between two steps of training leaves no trace in the next one."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engines.dropout import DropoutSeeds
+from engines.fsdp.engine import FSDPEngine
+from engines.teacher import HiddenHead
+from tests.engines.fsdp.cases import build, train
+from tests.support.training import make_batch
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+def without_adapters(engine: FSDPEngine) -> None:
+    with engine.without_adapters():
+        engine.log_probs(make_batch(0))
+        list(engine.export_weights())
+
+
+def padded(engine: FSDPEngine) -> None:
+    with engine.padded():
+        engine.log_probs(make_batch(0))
+
+
+PASSES: dict[str, Callable[[FSDPEngine], object]] = {
+    "log_probs": lambda engine: engine.log_probs(make_batch(0)),
+    "one by one": lambda engine: engine.head_outputs_one_by_one(make_batch(0)),
+    "another head": lambda engine: engine.token_outputs(make_batch(0), HiddenHead()),
+    "without adapters": without_adapters,
+    "padded": padded,
+    "export": lambda engine: list(engine.export_weights()),
+    "adapters": lambda engine: list(engine.export_adapter()),
+    "output matrix": lambda engine: engine.output_matrix(),
+    "offloaded": lambda engine: engine.offload("parameters", "optimizer"),
+    "saved": lambda engine: engine.state(),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(folder) -> FSDPEngine:
+    # Dropout shows whether a model is in training mode.
+    more = ["model.lora.dropout=0.5"]
+    return build(folder / "qwen3", torch.device("cpu"), lora=True, more=more)
+
+
+@pytest.fixture(scope="module")
+def start(engine) -> dict:
+    """The state before the first step."""
+    return copy.deepcopy(engine.state())
+
+
+def restart(engine: FSDPEngine, start: dict) -> None:
+    engine.load_state(copy.deepcopy(start))
+    engine.dropout_seeds = DropoutSeeds(engine.config)
+
+
+@pytest.fixture(scope="module")
+def expected(engine, start) -> list[dict[str, float]]:
+    restart(engine, start)
+    return train(engine, range(2))
+
+
+def test_dropout_is_applied_from_the_first_step_on(folder, expected):
+    without_dropout = build(folder / "qwen3", torch.device("cpu"), lora=True)
+    for metrics, others in zip(expected, train(without_dropout, range(2)), strict=True):
+        assert metrics["loss"] != others["loss"]
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_it_changes_no_number_of_the_next_step(engine, start, expected, name):
+    restart(engine, start)
+    metrics = train(engine, [0])
+    PASSES[name](engine)
+    assert [*metrics, *train(engine, [1])] == expected

@@ -1,0 +1,98 @@
+"""A few steps of both engines give the same numbers, in layouts that start no torchrun.
+
+test_megatron.py compares many more layouts with a plain loop; this is the quick check of them.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from config import load
+from engines.fsdp.engine import FSDPEngine
+from engines.megatron.engine import MegatronEngine
+from tests.support.cases import id_of, slow_unless_quick
+from tests.support.models import make_model
+from tests.support.ranks import on_ranks
+from tests.support.training import SETTINGS, make_batch, make_loss
+
+NUM_STEPS = 3
+# Imported above, so that forks need not do it.
+ENGINES = {"fsdp": FSDPEngine, "megatron": MegatronEngine}
+MEGATRON = "model_engine=megatron"
+EXPERTS = "engine.router_aux_loss_coef=0.3"
+# Layout -> the model, settings of both engines, Megatron's and FSDP's numbers of ranks, and
+# settings of Megatron.
+LAYOUTS = {
+    "one rank": ("qwen3", (), 1, 1, ()),
+    "tensor parallel": ("qwen3", (), 2, 1, ("engine.tensor_model_parallel_size=2",)),
+    "pipeline": ("qwen3", (), 2, 1, ("engine.pipeline_model_parallel_size=2",)),
+    "experts": ("moe", (EXPERTS,), 2, 2, ("engine.expert_model_parallel_size=2",)),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the last rank knows: the last stage of a pipeline.
+
+    metrics  of every step
+    outputs  name -> an array, after the last step: the weights, the output matrix as a teacher's,
+             and log-probabilities, entropies and whether tokens are the most likely ones
+    """
+
+    metrics: list[dict[str, float]]
+    outputs: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a function: trains a model on some ranks, with the same batches; only once."""
+    folder = tmp_path_factory.mktemp("models")
+    make_model(folder / "qwen3", "qwen3", num_hidden_layers=2)
+    make_model(folder / "moe", "qwen3_moe", num_hidden_layers=2)
+
+    @cache
+    def train_once(model: str, num_ranks: int, settings: tuple[str, ...]) -> Trained:
+        meeting = tmp_path_factory.mktemp("ranks")
+        return on_ranks(num_ranks, meeting, train, folder / model, settings)[-1]
+
+    return train_once
+
+
+def train(model: Path, settings: tuple[str, ...]) -> Trained:
+    # Otherwise Adam would make a whole step of a rounding error in a tiny gradient.
+    more = ["data.max_tokens_per_micro_batch=80", "optim.eps=1e-5", *settings]
+    config = load("sft.yaml", [f"model.path={model}", *SETTINGS, *more])
+    engine = ENGINES[config.model_engine](config, torch.device("cpu"), NUM_STEPS)
+    metrics = []
+    for step in range(NUM_STEPS):
+        batch = make_batch(step)
+        plan = engine.plan(batch.lengths)
+        share = batch.select(plan.sequences)
+        loss_fn = make_loss(len(batch.input_ids))
+        metrics.append(engine.train_batch(share, loss_fn, step, plan.micro_batches))
+    outputs = dict(engine.export_weights())
+    outputs["output matrix"] = engine.output_matrix()
+    outputs["log-probabilities"] = torch.stack([x.float() for x in engine.log_probs(make_batch(1))])
+    return Trained(metrics, {name: x.float().numpy() for name, x in outputs.items()})
+
+
+def params_of_layouts() -> list:
+    # Four ranks in all take too long for quick tests.
+    return slow_unless_quick(LAYOUTS, lambda name: name != "experts", id_of)
+
+
+@pytest.mark.parametrize("name", params_of_layouts())
+def test_megatron_trains_as_fsdp_does(trained, name):
+    model, shared, num_ranks, num_fsdp_ranks, layout = LAYOUTS[name]
+    expected = trained(model, num_fsdp_ranks, shared)
+    actual = trained(model, num_ranks, (MEGATRON, *shared, *layout))
+    for metrics, expected_metrics in zip(actual.metrics, expected.metrics, strict=True):
+        assert metrics == pytest.approx(expected_metrics, rel=1e-4)
+    assert actual.outputs.keys() == expected.outputs.keys()
+    for key, output in expected.outputs.items():
+        tolerance = 1e-4 if key == "log-probabilities" else 1e-5
+        np.testing.assert_allclose(actual.outputs[key], output, rtol=0, atol=tolerance, err_msg=key)

@@ -1,0 +1,48 @@
+"""A run of train_dpo.py of one step on one rank: what its parts pass to each other."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import train_dpo
+from examples.arithmetic import make_tokenizer
+from tests.preferences.assets import NUM_ROWS, arguments, make_assets
+from tests.support.launch import metrics
+from tests.support.scripts import run_in_fork
+
+# They start neither torchrun nor vLLM, but a run takes four seconds.
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, str]:
+    """The directory of a run, and what it has printed."""
+    folder = tmp_path_factory.mktemp("step")
+    make_assets(folder)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config["max_position_embeddings"] = 8
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    settings = [f"data.val_files={folder}/val.jsonl", "trainer.total_steps=1"]
+    out = folder / "out"
+    pairs = arguments(folder, out, *settings, "trainer.max_checkpoints=1")
+    return out, run_in_fork(train_dpo.main, "dpo.yaml", pairs, folder / "log.txt")
+
+
+def test_exports_and_checkpoints_name_the_end_token_that_rows_teach(finished):
+    out, printed = finished
+    turn_end = make_tokenizer().eos_token_id
+    assert f"teach the model to end a turn with <|im_end|> ({turn_end})" in printed
+    for directory in (out / "hf", out / "checkpoints" / "step_00000001" / "hf"):
+        generation = json.loads((directory / "generation_config.json").read_text())
+        assert turn_end in generation["eos_token_id"]
+
+
+def test_the_log_tells_what_the_run_does(finished):
+    out, printed = finished
+    assert "more than the model's max_position_embeddings=8" in printed
+    assert f"step 0 of 1 (5 per epoch), {NUM_ROWS} rows, 1 data-parallel rank on cpu" in printed
+    _, line = metrics(out)  # the first one is the validation before training
+    assert line["train/skipped"] == 0
+    assert line["train/epoch"] == 1 / 5
+    assert {"train/loss", "val/loss", "timing/ref_compute_log_prob"} <= line.keys()

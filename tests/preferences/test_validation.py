@@ -1,0 +1,42 @@
+"""Means over the rows that are validated, whose batches have different numbers of answers."""
+
+import pytest
+
+from preferences.losses import AnswerCounts
+from preferences.validation import Totals
+
+# For each batch, the rewards of its chosen and of its rejected answers.
+PAIRS = [([1.0, 2.0], [0.5, -1.0]), ([4.0], [3.0])]
+# Rows with a label have one answer.
+SINGLE = [([1.0, 2.0, -1.0], [0.5]), ([], [3.0, 1.0]), ([4.0], [])]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+@pytest.mark.parametrize("batches, takes_pairs", [(PAIRS, True), (SINGLE, False)])
+def test_every_answer_counts_once(batches, takes_pairs):
+    totals = Totals()
+    losses = []
+    for number, (chosen, rejected) in enumerate(batches):
+        num_rows = len(chosen) if takes_pairs else len(chosen) + len(rejected)
+        counts = AnswerCounts(num_rows, len(chosen), len(rejected))
+        num_losses = counts.num_losses(takes_pairs)
+        losses += [number + 1.0] * num_losses
+        means = {
+            "loss": number + 1.0,
+            "rewards/accuracies": 1.0 if number else 0.0,
+            "rewards/chosen": mean(chosen),
+            "rewards/rejected": mean(rejected),
+        }
+        totals.add(means, counts, num_losses)
+    all_chosen = [reward for chosen, _ in batches for reward in chosen]
+    all_rejected = [reward for _, rejected in batches for reward in rejected]
+    assert totals.metrics() == pytest.approx(
+        {
+            "val/loss": mean(losses),
+            "val/rewards/accuracies": mean([float(loss > 1) for loss in losses]),
+            "val/rewards/margins": mean(all_chosen) - mean(all_rejected),
+        }
+    )

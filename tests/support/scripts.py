@@ -1,0 +1,49 @@
+"""Run a script's main() on one rank, in a fork of the test's process, which starts nothing."""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from config import load
+
+SECONDS = 300  # for a run of one step, on a busy machine
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_in_fork(
+    main: Callable[[DictConfig], None], defaults: str, arguments: list[str], log: Path
+) -> str:
+    """Run a script to its end, and return what it prints.
+
+    Args:
+        main: the script's main().
+        defaults: its file in configs/.
+        arguments: key=value pairs.
+        log: the file that its output is written to.
+    """
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=run_here, args=(main, defaults, arguments, log))
+    process.start()
+    process.join(SECONDS)
+    printed = log.read_text()
+    assert process.exitcode == 0, printed
+    return printed
+
+
+def run_here(
+    main: Callable[[DictConfig], None], defaults: str, arguments: list[str], log: Path
+) -> None:
+    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    # pytest has its own in place of these.
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", closefd=False)
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    main(load(defaults, arguments))
+    sys.stdout.flush()
