@@ -1,4 +1,4 @@
-"""Steps of DPO beside TRL's DPOTrainer, on one device: seconds, pairs per second, memory, losses.
+"""DPO steps compared with TRL's DPOTrainer's, on one device: seconds, pairs/s, memory, losses.
 
     python benchmarks/dpo_gpu.py 1.5B --trl-python PYTHON
     python benchmarks/dpo_gpu.py 1.5B --trl-python PYTHON --cached --pairs 3 \\
@@ -9,8 +9,8 @@ weights, in bf16 (--dtype), on the same rows in the same order: prompts of about
 answers of about 300, with log-normal lengths. TRL pads micro-batches of --micro-batch-size pairs;
 here, micro-batches hold up to --tokens tokens without padding. --cached compares runs whose
 reference is computed before the first step, which is not counted. --trl-python is the interpreter
-of an environment that has TRL (see benchmarks/trl_dpo.py); without it only this one is timed.
-The two run in turn. The ratio is that of each pair of runs.
+of an environment that has TRL (see benchmarks/trl_dpo.py); without it, only this repository is
+timed. The two programs run in turn, and the ratio is computed for each pair of runs.
 """
 
 import argparse
@@ -179,14 +179,14 @@ def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--trl-python", help="the interpreter of TRL's environment")
-    parser.add_argument("--cached", action="store_true", help="the reference, before training")
+    parser.add_argument("--cached", action="store_true", help="reference computed before")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each program")
     parser.add_argument(
         "--steps", type=int, default=12, help=f"of each run; the first {WARM_UP} are not counted"
     )
     parser.add_argument("--batch-size", type=int, default=32, help="pairs per step")
-    parser.add_argument("--micro-batch-size", type=int, default=4, help="pairs; of TRL")
-    parser.add_argument("--tokens", type=int, default=16384, help="per micro-batch; of this")
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="pairs (TRL only)")
+    parser.add_argument("--tokens", type=int, default=16384, help="per micro-batch (not TRL)")
     parser.add_argument("--prompt-length", type=int, default=100, help="tokens, on average")
     parser.add_argument("--answer-length", type=int, default=300, help="tokens, on average")
     parser.add_argument("--longest", type=int, default=1500, help="tokens of an answer")

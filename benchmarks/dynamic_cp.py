@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 2 benchmarks/dynamic_cp.py --measure 0.5B \\
         engine.param_dtype=bfloat16 [model_engine=megatron]
 
-This compares engine.context_parallel_size=auto with numbers. A step has --sequences
+This compares engine.context_parallel_size=auto with fixed sizes. A step has --sequences
 sequences per rank, whose lengths are log-normal between --shortest and --longest tokens. Each rank
 has room for --cap tokens; n ranks that share have room for n times as many.
 

@@ -1,4 +1,4 @@
-"""What turns and tools cost: tokens per second of episodes, beside the same tokens in one turn.
+"""What turns and tools cost: tokens/s of episodes, compared with the same tokens in one turn.
 
     python benchmarks/episodes_gpu.py 0.5B [--episodes 256] [--turns 3] [--tokens 256] \\
         [--tool-seconds 0 2] [--trl] [key=value ...]
@@ -168,7 +168,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tool-seconds", type=float, nargs="+", default=[0, 2], help="longest time of a tool"
     )
-    parser.add_argument("--trl", action="store_true", help="play them with TRL too; needs trl")
+    parser.add_argument("--trl", action="store_true", help="play the episodes with TRL too")
     arguments = parser.parse_intermixed_args()
     if arguments.trl and importlib.util.find_spec("trl") is None:
         parser.error("--trl needs trl: install it, or leave --trl out")

@@ -1,4 +1,4 @@
-"""A model and prompts to time GRPO steps with. Nothing is downloaded; same arguments, same files.
+"""Make a model and prompts to time GRPO steps with, without downloads and always the same.
 
     python benchmarks/make_grpo_data.py DIR [--rows 512] [--min-length 64] \\
         [--end-probability 0.015625]
@@ -87,10 +87,10 @@ def main() -> None:
         "--min-length",
         type=int,
         default=64,
-        help="tokens of the shortest response, its end included",
+        help="tokens of the shortest response, including the one that ends it",
     )
     parser.add_argument(
-        "--end-probability", type=float, default=1 / 64, help="of each token after that"
+        "--end-probability", type=float, default=1 / 64, help="for each token after that"
     )
     arguments = parser.parse_args()
 

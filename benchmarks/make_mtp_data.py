@@ -1,4 +1,4 @@
-"""A model with a layer for multi-token prediction, and a task to train it on.
+"""Make a model with a layer for multi-token prediction, and a task to train it on.
 
     python benchmarks/make_mtp_data.py DIR 0.5B [--rows 16000] [--models MODELS]
 

@@ -1,11 +1,11 @@
-"""A model and data to time SFT steps with. Nothing is downloaded; same arguments, same files.
+"""Make a model and data to time SFT steps with, without downloads and always the same.
 
     python benchmarks/make_sft_data.py DIR [--rows 2000] [--mean-length 200] [--max-length 1024]
 
 DIR/model: a Qwen3 of 10.5 million parameters (8,192 tokens, 8 layers of width 256), random fp32
 weights, and a tokenizer with one token per word. DIR/train.jsonl: chats of one question and one
 answer. As in real data, their lengths in tokens are log-normal, so that padding costs what it costs
-in practice. A third of a chat is the question.
+in practice. The question makes up a third of a chat.
 """
 
 import math
@@ -26,7 +26,7 @@ VOCABULARY = 8192
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|pad|>", "<|unk|>")
 NAMES = ("system", "user", "assistant")
 NUM_WORDS = VOCABULARY - len(SPECIAL) - len(NAMES)  # w0, w1, ...
-TEMPLATE_TOKENS = 6  # start, name and end of two turns; white space is no token
+TEMPLATE_TOKENS = 6  # start, name and end of two turns; white space is not a token
 SIGMA = 0.7  # of the log-normal distribution of lengths
 MIN_LENGTH = 16
 CHAT_TEMPLATE = (

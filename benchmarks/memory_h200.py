@@ -1,4 +1,4 @@
-"""What the advice after running out of memory saves, and what a run prints when it does.
+"""How much memory the advice after running out of it saves, and what such a run prints.
 
     python benchmarks/memory_h200.py 1.5B engine.param_dtype=bfloat16 \\
         data.max_tokens_per_micro_batch=16384
@@ -7,7 +7,7 @@
 
 Arguments: a shape (benchmarks/shapes.py), then key=value pairs of configs/sft.yaml. The first form
 takes steps of benchmarks/sft_h200.py with these settings, and with each setting that the error
-would advise. It prints the estimated and the measured saving of each. The second form runs
+would advise. It prints how much memory each one saves, estimated and measured. The second form runs
 train_sft.py on rows of 4,000 tokens that fill a micro-batch, with and without dry_run=true, and
 prints the lines about memory.
 """

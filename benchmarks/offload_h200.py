@@ -3,8 +3,8 @@
     python benchmarks/offload_h200.py 7B engine.param_dtype=bfloat16 [--rounds 3]
 
 Arguments: a shape of benchmarks/shapes.py, then key=value pairs of configs/ppo.yaml. The weights
-are random. Prints lines of a Markdown table. "In the background" is the time until the memory for
-the optimizer is pinned while nothing else happens; in a run, vLLM starts meanwhile.
+are random. Prints lines of a Markdown table. "In the background" is the time that pinning the
+optimizer's memory takes while nothing else happens; in a run, vLLM starts meanwhile.
 """
 
 import argparse

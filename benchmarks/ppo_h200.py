@@ -163,7 +163,7 @@ class Timeline:
         return self._pynvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30
 
     def sample(self, num_lines: int) -> None:
-        """Take a sample. num_lines: of metrics.jsonl, as of now."""
+        """Take a sample. num_lines: the number of lines that metrics.jsonl has now."""
         self.seconds.append(time.monotonic())
         self.gib.append(self.used_gib())
         if num_lines >= len(self.step_ends):
@@ -277,7 +277,7 @@ def kill(run: subprocess.Popen) -> None:
     """
     if run.poll() is None:
         ranks = psutil.Process(run.pid).children(recursive=True)
-        run.kill()  # before its ranks, whose end it would report at length
+        run.kill()  # before its ranks: it would report at length that they ended
         for rank in ranks:
             rank.kill()
     run.wait()
@@ -357,7 +357,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     arguments = parser.parse_intermixed_args()
     if arguments.shape.endswith("-VL") and arguments.trl:
-        parser.error("--trl cannot be combined with a shape of Qwen2.5-VL: choose a shape of text")
+        parser.error("--trl does not work with a shape of Qwen2.5-VL: choose one without images")
     return arguments
 
 

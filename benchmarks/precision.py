@@ -1,4 +1,4 @@
-"""How far weights move with each way of storing weights and moments.
+"""How far training moves the weights, for each way of storing weights and moments.
 
     python benchmarks/precision.py MODEL DATA [key=value ...] [--steps 50] [--lrs 1e-6 1e-5] \\
         [--ways bf16 nearest int8 bf16-int8]
@@ -79,7 +79,7 @@ def displacements(
     ends: tuple[dict[str, Tensor], dict[str, Tensor]],
     reference_ends: tuple[dict[str, Tensor], dict[str, Tensor]],
 ) -> tuple[float, float, float]:
-    """Return the share of weights that moved, and the two multiples of the reference's way.
+    """Return the columns "moved", "along fp32" and "length" of the table.
 
     ends, reference_ends: the weights before the first step and after the last one.
     """

@@ -1,4 +1,4 @@
-"""Curves of runs that benchmarks/recipes.py and benchmarks/trl_grpo.py wrote down, and pictures."""
+"""Read the metrics that benchmarks/recipes.py and benchmarks/trl_grpo.py wrote, and draw them."""
 
 import json
 from argparse import Namespace
@@ -37,7 +37,7 @@ class RunCurves:
         return dict(zip(values, smooth(list(values.values()), window)))
 
     def seconds(self) -> dict[int, float]:
-        """Return step -> the seconds of all steps up to its end, without what ran before them."""
+        """Return step -> the sum of timing/step up to this step."""
         seconds = {}
         total = 0.0
         for line in self.metrics:

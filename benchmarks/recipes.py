@@ -9,8 +9,8 @@
 `run` starts one process per recipe and seed, several at a time on every GPU. Settings of the form
 key=value go to all of them. The file that it writes has one entry per run: recipe, seed, seconds of
 wall time, and the metrics of every step. It is rewritten whenever a run ends, so that an
-interrupted call loses nothing. A run that fails is reported with its last lines, and the others go
-on; the exit code is then 1.
+interrupted call loses nothing. If a run fails, its last lines are printed, the other runs
+continue, and the exit code is 1.
 """
 
 import argparse
@@ -249,16 +249,16 @@ def main() -> None:
         "--gpus", type=int, nargs="+", help="their numbers; all of them by default"
     )
     command.add_argument(
-        "--time-limit", type=float, default=1e9, help="seconds; runs that go on then are killed"
+        "--time-limit", type=float, default=1e9, help="seconds, after which all runs are killed"
     )
-    command = commands.add_parser("draw", help="draw metrics of such files over steps")
+    command = commands.add_parser("draw", help="draw metrics of result files over steps")
     command.add_argument(
         "results", type=Path, nargs="+", help="files of `run`, or of benchmarks/trl_grpo.py --out"
     )
     command.add_argument("--metric", required=True, nargs="+", help="one panel for each")
     command.add_argument("--window", type=int, default=1, help="steps of the running mean")
     command.add_argument(
-        "--seconds", action="store_true", help="draw it over the seconds of all steps too"
+        "--seconds", action="store_true", help="also draw them over the seconds of all steps"
     )
     command.add_argument("--out", type=Path, required=True, help="the picture")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A run that is killed and goes on with half of the ranks, beside one that nobody disturbs.
+"""Compare a run that is killed and resumed on half of the ranks with one that is not interrupted.
 
     python benchmarks/resume.py 4 [--steps 12] [--rows 1000] [key=value ...]
 

@@ -5,13 +5,13 @@
     python benchmarks/routing_replay.py tiny-MoE optim.lr=1e-3 --prompts 8 --tokens 64
 
 Trains a mixture of experts of benchmarks/shapes.py, with random weights and one GPU or CPU, twice:
-without and with rollout.routing_replay. Each update draws --n responses to each prompt, and its
-reward is the share of tokens with an even number, within a group of responses.
+without and with rollout.routing_replay. Each update draws --n responses to each prompt. The reward
+of a response is the share of its tokens with an even number, relative to its group.
 
 Prints a Markdown table: the mean and the largest gap [nats] over the response tokens of all
-updates, the gap in the first and in the last five updates, the share of the choices of experts that
-the trainer would have made otherwise, and the median seconds of an update (generation, training and
-the sync of weights; the pass that measures the gap does not count).
+updates, the gap in the first and in the last five updates, the share of tokens' experts that the
+trainer would have chosen differently, and the median seconds of an update (generation, training and
+weight sync; the pass that measures the gap does not count).
 """
 
 import argparse

@@ -308,7 +308,7 @@ def write_lines(path: Path, rows: list[dict]) -> None:
 
 @dataclass
 class Outcome:
-    """How a run ended. `definition` tells whether the run is still defined as it was then."""
+    """How a run ended. A later call compares `definition` with the run's current one."""
 
     definition: str
     exit_code: int
@@ -338,7 +338,7 @@ class Side:
 
 
 def environment() -> dict[str, str]:
-    """This process's variables, without those of slurm and without other places for modules."""
+    """This process's environment without the variables of Slurm and without PYTHONPATH."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     kept.pop("PYTHONPATH", None)
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

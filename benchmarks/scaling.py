@@ -8,9 +8,9 @@ compares. Runs that need fewer GPUs than the host has share it: each gets GPUs o
 --minutes no further run starts, and those that were left out are named. With --out, results
 are kept in a file, and a second call measures only what is missing.
 
-The share is that of the speed of the first row of the same model, which is on one GPU. GPUs with
-less than 100 GiB recompute activations in SFT of 7B, on every number of GPUs; a row that does not
-says so. Megatron keeps fp32 master weights, FSDP2 has all of its states in bf16.
+"share of one GPU's" is the speed relative to the first row of the same model, which has one GPU. If
+a GPU has less than 100 GiB, SFT of 7B recomputes activations, unless its row says that it does not.
+Megatron keeps fp32 master weights; FSDP2 keeps weights and optimizer state in bf16.
 """
 
 import argparse
@@ -243,7 +243,7 @@ class Bench:
     deadline: float
 
     def run(self, trial: Trial, gpus: list[str]) -> dict | str:
-        """Return the numbers of a trial, or what its log says if it failed."""
+        """Return the numbers of a trial, or the error in its log if it failed."""
         folder = self.assets / trial.name.replace(" ", "_").replace(",", "")
         folder.mkdir(parents=True, exist_ok=True)
         numbers = folder / "numbers.json"

@@ -78,7 +78,7 @@ def make_batch(seed: int, tokens: int, micro_batches: int, vocabulary: int) -> B
 def make_image_batch(
     seed: int, tokens: int, micro_batches: int, processor: Processor, size: tuple[int, int]
 ) -> Batch:
-    """Return the same, with the same image before every text. size: its height and width."""
+    """Return these sequences with an image before every text. size: its height and width."""
     rng = np.random.default_rng(seed)
     image = rng.integers(0, 256, (*size, 3), np.uint8)
     image_ids = torch.tensor(processor.expand(processor.image_token, [image]).tokens.ids)

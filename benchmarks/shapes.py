@@ -237,7 +237,7 @@ def random_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def circle_weights(model: nn.Module, config: PreTrainedConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same for a model with an MTP layer, whose tokens follow each other in circles.
+    """Yield (name, value) for a model with an MTP layer, whose tokens follow each other in circles.
 
     The layers add nothing to the embedding of a token. The row of the output matrix for a token is
     the embedding of the token before it in its circle.

@@ -61,7 +61,7 @@ class Measurement:
     """One call of one way's vLLM.
 
     Attributes:
-        lengths: which case it is: "equal", "log-normal" or "its own".
+        lengths: the case: "equal", "log-normal" or "its own".
         limits: the largest length of each response, as text.
         tokens: number of tokens in all responses.
         responses: a hash of each response.

@@ -7,9 +7,9 @@ requirements-cpu.txt has TRL. An environment of its own takes
 
     pip install torch==2.13.0 transformers==5.19.0 trl==1.16.0 accelerate==1.15.0 datasets==5.2.0
 
-Rows are prompt, chosen and rejected as texts, in the order of the file. The weights have the dtype;
-AdamW, constant learning rate, no gradient checkpointing. With --precompute, the reference's
-log-probabilities are computed before the first step, and not counted.
+Rows have prompt, chosen and rejected as strings, and are used in the order of the file. --dtype is
+the dtype of the weights. AdamW, constant learning rate, no gradient checkpointing. With
+--precompute, the reference's log-probabilities are computed before the first step, and not counted.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def train(arguments: argparse.Namespace) -> Clock:
     rows_per_pass = arguments.micro_batch_size * world_size()
     if arguments.batch_size % rows_per_pass:
         sys.exit(
-            f"error: --batch-size {arguments.batch_size} is no multiple of {rows_per_pass}, the "
+            f"error: --batch-size {arguments.batch_size} is not a multiple of {rows_per_pass}, the "
             "pairs that all ranks compute at once: change one of them"
         )
     clock = Clock()
@@ -99,10 +99,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="pairs per step")
     parser.add_argument("--micro-batch-size", type=int, default=4, help="pairs in a forward pass")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens")
-    parser.add_argument("--precompute", action="store_true", help="the reference, before training")
+    parser.add_argument("--precompute", action="store_true", help="reference computed before")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--attention", default="sdpa", help="implementation in transformers")
-    parser.add_argument("--out", type=Path, help="write the JSON line to this file, too")
+    parser.add_argument("--out", type=Path, help="write the JSON line to this file too")
     add_optimizer_options(parser, lr=1e-6, weight_decay=0.01)
     return parser.parse_args()
 

@@ -278,7 +278,7 @@ def main() -> None:
     micro_batch_size = min(arguments.micro_batch_size, num_on_rank)
     if num_responses % world_size() or num_on_rank % micro_batch_size:
         print(
-            f"error: {num_responses} responses (--prompts times --samples) are no multiple of "
+            f"error: {num_responses} responses (--prompts times --samples) are not a multiple of "
             f"--micro-batch-size {micro_batch_size} times {world_size()} ranks: change one of them",
             file=sys.stderr,
         )

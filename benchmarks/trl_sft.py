@@ -82,7 +82,7 @@ class Clock(TrainerCallback):
 
 
 def read_rows(path: str, loss: str) -> Dataset:
-    """Return the chats of a file in the form that makes TRL train on what --loss says.
+    """Return the chats of a file in the form with which TRL trains the tokens that --loss names.
 
     The file has rows of messages, or of prompt and response as strings.
     """
@@ -125,7 +125,7 @@ def count_micro_steps(
         return max(1, round(num_packed_rows / rows_per_pass))
     if arguments.batch_size % rows_per_pass:
         print(
-            f"error: --batch-size {arguments.batch_size} is no multiple of --micro-batch-size "
+            f"error: --batch-size {arguments.batch_size} is not a multiple of --micro-batch-size "
             f"{arguments.micro_batch_size} times {world_size()} ranks: change one of them",
             file=sys.stderr,
         )

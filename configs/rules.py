@@ -53,7 +53,7 @@ def problem_with(key: str, value, default) -> str | None:
     if problem_with_number(value):
         return problem_with_number(value)
     if value == "None" or (default is None and value == "none"):
-        return "is a text in YAML; an empty value is null"
+        return "is a string in YAML; an empty value is null"
     has_typed_default = default is not None and default != REQUIRED
     if value is None and rule.allows_null:
         return None

@@ -440,7 +440,7 @@ def accumulate(
 
 
 def maybe_compiled(function: Callable, settings: LogProbSettings) -> Callable:
-    """Return the function, compiled if the settings say so."""
+    """Return the function, compiled if settings.is_compiled is true."""
     return compiled(function) if settings.is_compiled else function
 
 

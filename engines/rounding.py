@@ -3,7 +3,7 @@
 A number x between two neighbouring numbers a < b of a dtype becomes b with probability
 (x - a) / (b - a), and a otherwise (Gupta et al. 2015, Deep Learning with Limited Numerical
 Precision). Rounding to nearest loses every update smaller than half the distance b - a. Stochastic
-rounding keeps such an update with a probability in proportion to its size.
+rounding keeps such an update with a probability that is proportional to its size.
 
 The random bits of an element depend on trainer.seed, the step, the parameter and the element's
 position in the whole parameter, and on nothing else. So a resumed run draws the same bits, the

@@ -1,4 +1,4 @@
-"""The teachers of a student: which models they are, checks of them, and their passes over a batch.
+"""The teachers of a student: their configurations, checks of their vocabularies, and their passes.
 
 A teacher is a frozen model, or the student itself with another prompt ("self"). If there are
 several, each sequence has one of them: the field teacher_number of a batch is its index.

@@ -333,7 +333,7 @@ class Tracker:
 def max_log_prob_gap(config: DictConfig) -> float:
     """Return the largest rollout_corr/log_prob_gap that rounding can explain, in nats.
 
-    It is infinity in FP8, and if vLLM's log-probabilities cover other tokens than the trainer's.
+    It is infinity with FP8, and if vLLM's log-probabilities cover other tokens than the trainer's.
     """
     rollout = config.get("rollout")
     if not rollout:

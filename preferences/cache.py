@@ -29,7 +29,7 @@ from preferences.reference import Reference
 
 VERSION = 1  # increase it when log-probabilities or the files of a folder change
 FILE = "ref_log_probs.npy"
-# Keys of `engine` that decide how exactly log-probabilities are computed.
+# Keys of `engine` that decide how precisely log-probabilities are computed.
 PRECISION = ("compute_dtype", "param_dtype", "float8", "float8_exclude")
 
 

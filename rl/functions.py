@@ -54,7 +54,8 @@ class AdvantageInputs:
     sum_by_response    function: x [T] -> [n] float64, the sums of x over the tokens of each
                        response, on all ranks
     parts              name -> [n] fp32: the named parts of the scores
-    part_weights       name -> float: reward.weights, with 1 for parts that it does not name
+    part_weights       name -> float: reward.weights, where a part that it does not name has the
+                       weight 0, or 1 if reward.weights is empty
     num_sequences      n
     total              function: x [T] -> the sum of x over the response tokens of all ranks, a
                        float64 scalar

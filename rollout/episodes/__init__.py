@@ -1,4 +1,4 @@
-"""Episodes: several turns with vLLM, tools and environments, trained on the tokens it sampled.
+"""Episodes: several turns with vLLM, tools and environments, trained on what vLLM sampled.
 
     drawing       draws episodes for a step: assign, play, share
     director      starts the episodes of one replica, and collects what happens to them

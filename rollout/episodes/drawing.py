@@ -54,7 +54,7 @@ class Played:
     """The r episodes of this rank's replica.
 
     playing  their recorded tokens and their results
-    times    of this replica
+    times    the time of the draw, and the part of it in which this replica's vLLM was idle
     seconds  [ranks] fp32: the time that this rank spent; 0 for other ranks
     version  the number of steps that have trained the weights, with rollout.partial; else None
     """

@@ -247,7 +247,7 @@ class Gateway:
         return {}
 
     async def generate(self, request: Request, episode: Episode) -> dict:
-        """Sample tokens that continue tokens."""
+        """Sample tokens that continue a prompt of token ids."""
         fields = read_generate_request(
             await read_body(request), episode.terms.sampling, self.vocabulary_size, self.end_ids
         )
@@ -386,7 +386,7 @@ class Gateway:
             self.raise_limit(episode, "max_turns", message)
 
     def limit_of_turn(self, episode: Episode, turn: Turn) -> int:
-        """Return how many tokens a turn may have, apart from what other turns leave.
+        """Return how many tokens a turn may have if rollout.max_episode_tokens does not limit it.
 
         Raises:
             RequestError: the prompt fills the model's context.

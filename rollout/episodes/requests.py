@@ -238,8 +238,8 @@ def read_generate_request(
 def check_stop_tokens(token_ids, end_ids: set[int]) -> None:
     """Raise RequestError for a token that does not end turns anyway.
 
-    Clients that tokenize by themselves, such as that of verifiers, send the tokens of their chat
-    template.
+    Clients that tokenize by themselves, such as the one of verifiers, send the tokens with which
+    turns end in their chat template.
     """
     if token_ids is None:
         return

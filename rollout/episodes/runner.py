@@ -217,7 +217,7 @@ def check_interpreter(python: str) -> None:
 
 
 def episode_environment(names: Sequence[str]) -> dict[str, str]:
-    """Return the environment of an episode's worker: a reward worker's, with a direct loopback."""
+    """Return a reward worker's environment, in which requests to the gateway avoid any proxy."""
     environment = worker_environment(names)
     for name in ("no_proxy", "NO_PROXY"):
         hosts = [environment.get(name), LOOPBACK]

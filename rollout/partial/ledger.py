@@ -1,6 +1,6 @@
 """Which groups have begun and are not trained yet. The ledger is the same on every rank.
 
-Groups are numbered from 0 in the order of the data: group g is the response to prompt g % B of
+Groups are numbered from 0 in the order of the data: group g has the responses to prompt g % B of
 batch g // B, where B is data.train_batch_size. A group stays on the replica that has begun it,
 because its tokens are there.
 """

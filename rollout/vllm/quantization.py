@@ -70,7 +70,7 @@ def check_quantization(config: DictConfig) -> None:
 
 
 def check_setting(config: DictConfig, setting: str) -> None:
-    """Check what weights and a KV cache in FP8 both need.
+    """Raise InputError if other settings exclude both FP8 weights and an FP8 KV cache.
 
     Args:
         setting: "key=value".

@@ -57,7 +57,12 @@ def test_layouts(rollout_folder, tp_size, world_size):
             "rollout.tensor_parallel_size=2 does not divide the number of ranks, 3: lower it, or "
             "start other ranks with torchrun --nproc-per-node",
         ),
-        (4, 4, "rollout.tensor_parallel_size=4 does not divide the model's 2 attention heads"),
+        (
+            4,
+            4,
+            "rollout.tensor_parallel_size=4 does not divide the model's 2 attention heads: "
+            "lower it",
+        ),
     ],
 )
 def test_layouts_that_do_not_fit(rollout_folder, tp_size, world_size, message):
