@@ -144,6 +144,7 @@ def test_values_and_gradients(divergence, transform, top_k):
         assert_all_close(actual, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [0, 5])
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled(mode, top_k):

@@ -67,6 +67,7 @@ def test_bits_depend_on_the_position_in_the_whole_parameter():
     assert torch.equal(part, whole[3:7])
 
 
+@pytest.mark.slow
 def test_bits_are_even_and_independent():
     """Of a million bits of each place, the standard deviation of the mean is 0.0005."""
     like = torch.empty(2**20)
@@ -217,6 +218,7 @@ def test_small_updates_count(name, lr):
         assert along(nearest, expected) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-10, 1e-6, 1.0])
 @pytest.mark.parametrize("betas", [BETAS, (0.9, 0.999)])
 def test_eight_bit_moments_are_near_to_fp32(size, betas):
@@ -271,6 +273,7 @@ def sharded_weights(name: str, kind: str, shape: tuple[int, ...]) -> list[Tensor
     return [copy.float() for copy in copies]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
 @pytest.mark.parametrize("name", ["bfloat16", "fp32, 8-bit moments", "bfloat16, 8-bit moments"])
 def test_the_number_of_ranks_changes_nothing(tmp_path, name, shape):

@@ -35,6 +35,7 @@ def question_of(row: dict) -> str:
     return row["messages"][0]["content"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", TASKS, ids=lambda settings: settings["task"])
 def test_rows_differ_and_their_own_replies_are_right(tmp_path, settings):
     rows = build(tmp_path, **settings)
@@ -249,6 +250,7 @@ def test_ask_counts_right_answers(model_folder, tmp_path, capsys):
         assert output.count("-> right, score 1; the answer is") == num_shown
 
 
+@pytest.mark.slow
 def test_the_metadata_is_json(tmp_path):
     for row in build(tmp_path, task="countdown")["train"]:
         assert isinstance(json.loads(row["metadata"]), dict)

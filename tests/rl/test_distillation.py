@@ -526,6 +526,7 @@ def test_another_vocabulary_is_one_line(tokenizers, teacher, more, num_teacher_t
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])
 def test_the_estimate_knows_the_teacher(models, engine):
     """Its output matrix stays on the device during the update, unless the divergence is of K."""

@@ -254,6 +254,7 @@ BRANCH = st.tuples(st.text("x.", max_size=5), st.integers(0, 2)).map(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(BRANCH, min_size=1, max_size=4),

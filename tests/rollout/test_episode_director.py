@@ -142,6 +142,7 @@ def row(*tools: float, **more) -> dict:
     return {"ids": [5, 6], "tools": tools, **more}
 
 
+@pytest.mark.slow
 def test_a_validation_neither_answers_nor_loses_the_requests_of_others(make):
     """Episode 0 is suspended in its await; the request of episode 1 arrives meanwhile."""
     director = make()
@@ -187,6 +188,7 @@ def test_an_episode_may_end_between_two_draws(make):
     assert training.results == {0: Reward(4.0, {})}
 
 
+@pytest.mark.slow
 def test_time_between_draws_does_not_count(make):
     """But the time of draws does, and that of other episodes meanwhile."""
     director = make(f"rollout.episode_timeout={LIMIT}")

@@ -95,6 +95,7 @@ class Schedule:
                         ended.add(i)
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),

@@ -131,6 +131,7 @@ def test_vllm_would_apply_the_long_factors_of_longrope(tmp_path, settings, is_ac
     )
 
 
+@pytest.mark.slow
 def test_a_model_for_which_vllm_needs_torchvision(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)  # as if it were not installed
     make_model(tmp_path, "gemma3 with images")
