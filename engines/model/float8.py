@@ -99,7 +99,9 @@ def report(hf: nn.Module, config: DictConfig) -> None:
 def check_machine(setting: str) -> None:
     """Raise InputError if torchao is not installed, or the accelerator cannot multiply in FP8."""
     if importlib.util.find_spec("torchao") is None:
-        raise InputError(f"{setting} needs torchao: pip install torchao==0.18.0")
+        raise InputError(
+            f"{setting} needs torchao: pip install --no-deps -r requirements-float8.txt"
+        )
     check_accelerator(setting)
 
 

@@ -9,6 +9,7 @@ from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.model import float8
 from tests.support.models import make_model
+from tests.support.torchao import make_importable
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -19,6 +20,7 @@ OUT = 48
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
+    make_importable()
     folder = tmp_path_factory.mktemp("float8")
     for family in ("llama", "qwen3_moe", "lfm2"):
         make_model(folder / family, family)

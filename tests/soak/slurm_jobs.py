@@ -1,4 +1,4 @@
-"""The loop slurm: jobs of examples/slurm/sft.sbatch that are stopped, cancelled, or lose a node."""
+"""The loop slurm: jobs of examples/slurm that are stopped, cancelled, or lose a node."""
 
 import sys
 import time
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.soak.killed import Loop
-from tests.soak.runs import differences, last_step, results_of, sft
+from tests.soak.runs import differences, last_step, ppo, results_of, sft
 from tests.support.launch import ROOT
 from tests.support.slurm import Slurm
 
-SCRIPT = ROOT / "examples" / "slurm" / "sft.sbatch"
-# In place of the script's eight GPUs per node.
+# The name of a script in examples/slurm -> the command of its run.
+COMMANDS = {"sft": sft, "ppo": ppo}
+# In place of the scripts' eight GPUs per node.
 OPTIONS = ["--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=30"]
 WAYS = {
     "time": "its time is up: SIGUSR1, as Slurm sends it; the script requeues it",
@@ -22,14 +23,18 @@ WAYS = {
 }
 GOING_ON = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"}
 SECONDS_OF_JOB = 400
-STEPS = (2, 7, 13, 22)
+STEPS = {"sft": (2, 7, 13, 22), "ppo": (1, 3, 6, 9)}
 
 
 @dataclass
 class Job:
-    """A job in a folder of its own, submitted as often as needed."""
+    """A job in a folder of its own, submitted as often as needed.
+
+    script: sft or ppo.
+    """
 
     slurm: Slurm
+    script: str
     folder: Path
     arguments: list[str]
     number: int = 0
@@ -39,7 +44,8 @@ class Job:
         return self.folder / "out"
 
     def submit(self) -> None:
-        self.number = self.slurm.submit(SCRIPT, self.folder / "log", OPTIONS, self.arguments)
+        file = ROOT / "examples" / "slurm" / f"{self.script}.sbatch"
+        self.number = self.slurm.submit(file, self.folder / "log", OPTIONS, self.arguments)
 
     def wait(self, reached: Callable[[], bool]) -> bool:
         """Wait until the condition holds; return False if the job ends or takes too long first.
@@ -91,35 +97,39 @@ def run_loop(loop: Loop) -> None:
         slurm.close()
 
 
-def make_job(loop: Loop, slurm: Slurm, name: str) -> Job:
+def make_job(loop: Loop, slurm: Slurm, name: str, script: str) -> Job:
     folder = loop.directory / name
     folder.mkdir()
-    return Job(slurm, folder, sft(loop.assets, folder / "out")[1:])
+    command = COMMANDS[script](loop.assets, folder / "out")
+    return Job(slurm, script, folder, command[1:])
 
 
 def run_rounds(loop: Loop, slurm: Slurm) -> None:
-    undisturbed = make_job(loop, slurm, "undisturbed")
-    undisturbed.submit()
-    if (
-        not undisturbed.wait(undisturbed.has_ended)
-        or slurm.state(undisturbed.number) != "COMPLETED"
-    ):
-        sys.exit(f"the undisturbed job failed: {undisturbed.folder}")
-    expected = results_of(undisturbed.out)
-    ways = list(WAYS)
-    loop.rng.shuffle(ways)
+    expected = {script: undisturbed_results(loop, slurm, script) for script in COMMANDS}
+    choices = [(script, way) for script in COMMANDS for way in WAYS]
+    loop.rng.shuffle(choices)
     while loop.has_time():
-        way = ways[loop.result.rounds % len(ways)]
+        script, way = choices[loop.result.rounds % len(choices)]
         loop.result.rounds += 1
-        job = make_job(loop, slurm, f"round{loop.result.rounds}")
-        errors = run_round(loop, job, way, expected)
-        messages = [f"round {loop.result.rounds}, {way}: {message}" for message in errors]
+        job = make_job(loop, slurm, f"round{loop.result.rounds}", script)
+        errors = run_round(loop, job, way, expected[script])
+        prefix = f"round {loop.result.rounds}, {script}, {way}"
+        messages = [f"{prefix}: {message}" for message in errors]
         loop.result.report(loop.name, messages, job.folder)
+
+
+def undisturbed_results(loop: Loop, slurm: Slurm, script: str) -> dict[str, object]:
+    """Return what a job leaves behind that nobody disturbs."""
+    job = make_job(loop, slurm, f"undisturbed_{script}", script)
+    job.submit()
+    if not job.wait(job.has_ended) or slurm.state(job.number) != "COMPLETED":
+        sys.exit(f"the undisturbed job failed: {job.folder}")
+    return results_of(job.out)
 
 
 def run_round(loop: Loop, job: Job, way: str, expected: dict[str, object]) -> list[str]:
     """Disturb a job once, let it end, and describe what is wrong."""
-    step = loop.rng.choice(STEPS)
+    step = loop.rng.choice(STEPS[job.script])
     job.submit()
     if not job.wait(lambda: last_step(job.out) >= step):
         return [f"the job did not reach step {step}"]
@@ -135,7 +145,7 @@ def run_round(loop: Loop, job: Job, way: str, expected: dict[str, object]) -> li
         job.wait(job.has_ended)
     state = job.slurm.state(job.number)
     print(
-        f"slurm {loop.result.rounds}: disturbed at step {step}: {WAYS[way]}; "
+        f"slurm {loop.result.rounds}, {job.script}: disturbed at step {step}: {WAYS[way]}; "
         f"{'requeued' if was_requeued else f'submitted again after step {stopped_after}'}; {state}",
         flush=True,
     )

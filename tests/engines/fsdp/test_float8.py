@@ -11,6 +11,7 @@ from engines.model import float8
 from tests.engines.fsdp.cases import AUX, MASTER, RECOMPUTE, build, on_ranks, train, worker_case
 from tests.support.cases import needs
 from tests.support.plain import column
+from tests.support.torchao import make_importable
 from tests.support.training import digest, make_tokenizer
 
 ROWWISE = f"{MASTER} float8=rowwise"
@@ -30,6 +31,7 @@ NUM_STEPS = 3
 
 @worker_case(1, 2)
 def float8_training(folder: Path, device: torch.device) -> dict:
+    make_importable()
     results = {}
     for name, (family, settings, has_adapters) in SETTINGS.items():
         engine = build(folder / family, device, settings, lora=has_adapters)
@@ -45,6 +47,7 @@ def float8_training(folder: Path, device: torch.device) -> dict:
 
 @worker_case(2)
 def float8_resume(folder: Path, device: torch.device) -> dict:
+    make_importable()
     directory = folder / "float8_checkpoints"
     checkpointer = Checkpointer(directory, 2, asynchronous=False)
     engine = build(folder / "qwen3", device, ROWWISE)
