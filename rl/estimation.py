@@ -394,7 +394,7 @@ def reject_tokens(config: DictConfig, samples: Samples, tokens: ResponseTokens) 
 
 
 def reject_off_policy(config: DictConfig, samples: Samples, tokens: ResponseTokens) -> Rejection:
-    """Reject the tokens that are too far off the trainer's policy, as algorithm.rollout_rs says."""
+    """Reject tokens too far off the trainer's policy, as configured in algorithm.rollout_rs."""
     algorithm = config.algorithm
     share = tokens.share
     mask = keep_mask(
