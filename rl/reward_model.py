@@ -10,10 +10,11 @@ reward, beside that of the reward function:
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from config import InputError, defaults
-from data.answered import encode_answered
+from data.answered import encode_answered, find_unseen
 from data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from data.prompts import PromptDataset
 from data.tokenization import plain_options
@@ -103,6 +104,8 @@ def check_conversations(
 ) -> None:
     """Raise InputError if the reward model cannot read the first prompts with a response.
 
+    Rank 0 prints what its chat template leaves out of them.
+
     Args:
         num_tokens: the rows of its embedding.
     """
@@ -114,6 +117,13 @@ def check_conversations(
             (ids,) = encode_answered([dataset[0].row], ["1"], chat, options)
         except InputError as error:
             raise InputError(f"{setting}: {error}") from None
+        unseen = find_unseen(dataset[0].row, "1", chat, options)
+        if unseen and dist.get_rank() == 0:
+            print(
+                f"warning: {setting}: its chat template leaves out {' and '.join(unseen)} of the "
+                "first row, so the reward model does not see them",
+                flush=True,
+            )
         if max(ids) >= num_tokens:
             raise InputError(
                 f"{setting} has an embedding of {num_tokens} tokens, and its tokenizer writes the "

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from config import InputError, load
-from data.answered import encode_answered
+from data.answered import encode_answered, find_unseen
 from data.chat.tokenizer import ChatTokenizer
 from data.tokenization import plain_options
 from engines.fsdp.engine import FSDPEngine
@@ -432,6 +432,19 @@ def test_conversations_are_rendered_by_the_reward_models_template(tokenizer):
     empty = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": ""}]
     text = tokenizer.apply_chat_template(empty, tokenize=False)
     assert encoded[2] == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_what_the_reward_models_template_leaves_out_is_found():
+    tokenizer = make_other_tokenizer()
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    row = {"prompt": "1+1=", "tools": [tool], "enable_thinking": False}
+    assert find_unseen(row, "2", ChatTokenizer(tokenizer), options_of()) == ["tools"]
+    assert find_unseen({"prompt": "1+1="}, "2", ChatTokenizer(tokenizer), options_of()) == []
+    without_system = OTHER_TEMPLATE.replace("%}{{ m", "%}{% if m.role != 'system' %}{{ m", 1)
+    tokenizer.chat_template = without_system.replace("{% endfor", "{% endif %}{% endfor", 1)
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+1="}]
+    chat = ChatTokenizer(tokenizer)
+    assert find_unseen({"messages": messages}, "2", chat, options_of()) == ["content"]
 
 
 def test_a_response_cannot_end_its_turn_in_the_reward_models_template():
