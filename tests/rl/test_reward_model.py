@@ -21,7 +21,11 @@ from data.tokenization import plain_options
 from engines.fsdp.engine import FSDPEngine
 from engines.heads import Head
 from examples.arithmetic import make_rows, make_tokenizer
-from rl.reward_model import check_reward_model, reward_model_config
+from rl.reward_model import (
+    check_reward_model,
+    errors_about_reward_model,
+    reward_model_config,
+)
 from rl.scoring import RewardModel
 from rl.settings import check_settings
 from tests.support.launch import metrics, run
@@ -95,6 +99,13 @@ def assets(tmp_path_factory) -> Path:
     return folder
 
 
+def make_policy(directory: Path, family: str, **shape) -> None:
+    tokenizer = make_tokenizer()
+    end_token = tokenizer.eos_token_id
+    make_model(directory, family, vocab_size=len(tokenizer), eos_token_id=end_token, **shape)
+    tokenizer.save_pretrained(directory)
+
+
 def arguments(assets: Path, out: Path, model: str, *more: str) -> list[str]:
     return [
         f"model.path={assets}/policy",
@@ -166,6 +177,11 @@ def check_scores(assets: Path, out: Path, model: str, num_steps: int = 3) -> Non
         assert metric["reward/model/cut"] == 0
 
 
+# Policies other than that of the assets.
+POLICIES = {
+    "TWO_LAYERS": ("qwen3", {"num_hidden_layers": 2, "head_dim": 32}),
+    "EXPERTS": ("qwen3_moe", {}),
+}
 RUNS = {
     "another tokenizer": (1, "other", []),
     "the policy's tokenizer, 2 ranks": (2, "same", []),
@@ -185,6 +201,16 @@ RUNS = {
             "model_engine=megatron",
             "engine.pipeline_model_parallel_size=2",
             "model.path=TWO_LAYERS",
+        ],
+    ),
+    "a policy with experts": (
+        2,
+        "other",
+        [
+            "model_engine=megatron",
+            "model.path=EXPERTS",
+            "engine.expert_model_parallel_size=2",
+            "engine.router_aux_loss_coef=0.01",
         ],
     ),
     "adapters": (1, "other", ["model.lora.rank=4"]),
@@ -222,12 +248,10 @@ RUNS = {
 def test_scores_are_those_of_transformers(assets, tmp_path, name):
     num_ranks, model, settings = RUNS[name]
     settings = [setting.replace("ASSETS", str(assets)) for setting in settings]
-    if "model.path=TWO_LAYERS" in settings:
-        tokenizer = make_tokenizer()
-        shape = dict(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-        make_model(tmp_path / "policy", "qwen3", num_hidden_layers=2, head_dim=32, **shape)
-        tokenizer.save_pretrained(tmp_path / "policy")
-        settings[settings.index("model.path=TWO_LAYERS")] = f"model.path={tmp_path}/policy"
+    for policy, (family, shape) in POLICIES.items():
+        if f"model.path={policy}" in settings:
+            make_policy(tmp_path / "policy", family, **shape)
+            settings.append(f"model.path={tmp_path}/policy")
     out = tmp_path / "out"
     run(command(num_ranks, assets, out, model, *settings))
     check_scores(assets, out, model)
@@ -398,6 +422,20 @@ def test_a_wrong_model_is_one_line_before_weights_are_loaded(wrong_models, tmp_p
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert WRONG_MODELS[model] in line
     assert "reward.model.path=" in line
+
+
+def test_errors_of_an_engine_name_the_reward_model(assets, tmp_path):
+    config = load("ppo.yaml", arguments(assets, tmp_path, "other"))
+    setting = f"reward.model.path={assets}/other"
+    cases = {
+        f"model.path={assets}/other lacks weights": f"{setting} lacks weights",
+        f"{setting} lacks weights": f"{setting} lacks weights",
+        "too few layers": f"{setting}: too few layers",
+    }
+    for problem, expected in cases.items():
+        with pytest.raises(InputError) as error, errors_about_reward_model(config):
+            raise InputError(problem)
+        assert str(error.value) == expected
 
 
 @pytest.mark.slow
