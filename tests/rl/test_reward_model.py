@@ -1,6 +1,7 @@
 """A reward model in train_ppo.py: its scores are those of transformers, and its part in a step."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -443,6 +444,29 @@ def test_a_part_with_the_name_of_the_reward_model_is_one_line(assets, tmp_path):
     settings = f"reward.function={assets}/reward.py:clash"
     done = run(command(1, assets, tmp_path, "other", settings), returncode=2)
     assert 'returns a part named "model"' in done.stderr
+
+
+@pytest.mark.slow
+def test_a_conversation_that_one_rank_cannot_render_is_one_line(assets, tmp_path):
+    judge = tmp_path / "judge"
+    shutil.copytree(assets / "other", judge)
+    tokenizer = make_other_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + OTHER_TEMPLATE
+    )
+    tokenizer.save_pretrained(judge)
+    rows = lines_of(assets / "train.jsonl")[:4]
+    rows[1]["messages"].insert(0, {"role": "system", "content": "Hi"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [
+        f"data.train_files={tmp_path}/rows.jsonl",
+        "data.shuffle=false",
+        f"reward.model.path={judge}",
+    ]
+    done = run(command(2, assets, tmp_path / "out", "other", *settings), returncode=1)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert f"reward.model.path={judge}: the chat template rejects" in line
 
 
 # -- conversations ---------------------------------------------------------------------------------
