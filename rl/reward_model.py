@@ -104,6 +104,11 @@ def check_reward_model(config: DictConfig) -> None:
             f"{config.algorithm.adv_estimator}, whose greedy responses have only the score of "
             "reward.function: choose another estimator, such as rloo"
         )
+    if config.reward.function == "none" and config.reward.weights:
+        raise InputError(
+            f"reward.weights={config.reward.weights} does nothing with reward.function=none: leave "
+            "it out. The weight of the reward model is reward.model.weight"
+        )
     if PART in config.reward.weights:
         raise InputError(
             f"reward.weights.{PART}: the weight of the reward model is reward.model.weight. Set "

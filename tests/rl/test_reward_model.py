@@ -366,6 +366,10 @@ MISTAKES = {
         ["algorithm.adv_estimator=remax"],
         "does not work with algorithm.adv_estimator=remax",
     ),
+    "weights of no function": (
+        ["reward.function=none", "reward.weights.letters=2"],
+        "reward.weights={'letters': 2} does nothing with reward.function=none",
+    ),
     "a weight in the wrong place": (
         ["reward.weights.model=2"],
         "the weight of the reward model is reward.model.weight",
