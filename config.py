@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
@@ -46,6 +47,7 @@ SECRET = re.compile(
 )
 # Shorter values of environment variables are not hidden: they could occur in any text.
 MIN_SECRET_LENGTH = 6
+SECONDS_TO_PRINT = 2.0  # for the first rank of a node, to print the error that all ranks have
 # The errors that run() has printed.
 reported_errors: list[Exception] = []
 
@@ -201,6 +203,8 @@ def report(error: InputError) -> None:
     """
     reported_errors.append(error)
     if not is_first_of_node():
+        # torchrun stops the other ranks when one has ended, maybe before the first has printed.
+        time.sleep(SECONDS_TO_PRINT)
         return
     # tqdm.write() does not print into the line of a progress bar.
     from tqdm import tqdm

@@ -10,6 +10,8 @@ from config import InputError
 from data.chat.conversation import Conversation
 from data.chat.encoding import tokenize_together
 from data.chat.endings import read_ending
+from data.chat.losses import LOST
+from data.chat.lost import find_losses
 from data.chat.placeholders import tokens_with_images
 from data.chat.plain_text import encode_pair
 from data.chat.tokenizer import ChatTokenizer
@@ -53,6 +55,19 @@ def encode_answered(
             ids = tokens_with_images(conversation, [], options, None)[0].ids
         encoded.append(ids)
     return encoded
+
+
+def find_unseen(row: dict, response: str, chat: ChatTokenizer, options) -> list[str]:
+    """Return the names of the fields of messages, and "tools", that the rendered chat lacks.
+
+    Arguments of a chat template are left out: those of a row are for the policy's template.
+    """
+    conversation = conversation_of(row, response, chat, options)
+    if conversation is None:
+        return []
+    arguments = conversation.inputs.arguments
+    lost = [loss.field for loss in find_losses(conversation) if loss.kind == LOST]
+    return [field for field in dict.fromkeys(lost) if field not in arguments]
 
 
 def conversation_of(row: dict, response: str, chat: ChatTokenizer, options) -> Conversation | None:

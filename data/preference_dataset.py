@@ -24,7 +24,7 @@ from data.preferences import Preference, read_preference
 from data.selection import Selection
 from data.tokenization import CacheSpec, tokenize_to_cache
 
-VERSION = "preferences 1"  # of the cache; increase it when read_preference() or its files change
+VERSION = "preferences 2"  # of the cache; increase it when read_preference() or its files change
 OPTIONS = (
     *(name for name in dataset.OPTIONS if name != "train_on"),
     "chosen_key",
@@ -86,10 +86,12 @@ def tokenize_answers(
 def token_columns(encoded: dict[str, EncodedRow], options) -> dict:
     """Return the columns with the tokens of a row's answers, each cut to data.max_length.
 
-    The row is not used if an answer has no trained token left. Its length is that of the longer
-    answer.
+    The row is not used if an answer has no trained token left, or if its answers have become equal:
+    truncation may cut off their difference, and a template the white space in which they differ.
+    Its length is that of the longer answer.
     """
     columns = {"length": max(len(answer.input_ids) for answer in encoded.values())}
+    kept_ids: list[list[int]] = []
     ids: list[int] = []
     mask: list[int] = []
     for name in ("chosen", "rejected"):
@@ -99,10 +101,13 @@ def token_columns(encoded: dict[str, EncodedRow], options) -> dict:
             answer_mask = [0, *answer.loss_mask[kept][1:]]  # nothing predicts the first token
             if not any(answer_mask):
                 return columns
-            ids += answer.input_ids[kept]
+            kept_ids.append(answer.input_ids[kept])
+            ids += kept_ids[-1]
             mask += answer_mask
         if name == "chosen":
             columns["chosen_tokens"] = len(ids)
+    if len(kept_ids) == 2 and kept_ids[0] == kept_ids[1]:
+        return {"is_identical": True}
     return columns | {"input_ids": ids, "loss_mask": mask}
 
 

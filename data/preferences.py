@@ -19,8 +19,9 @@ from copy import copy
 from typing import Any, NamedTuple
 
 from config import InputError
+from data.chat.losses import is_empty
 from data.columns import columns_of_chat
-from data.messages import number_in_text, without_none
+from data.messages import ROLES, number_in_text, without_none
 from data.shapes import (
     SHAREGPT_ROLES,
     alpaca_messages,
@@ -30,6 +31,8 @@ from data.shapes import (
 )
 
 LABEL_OF_LLAMA_FACTORY = "kto_tag"
+# The column whose messages end a row of a shape in data/shapes.py.
+MESSAGE_COLUMNS = {"ShareGPT": "conversations", "prompt/completion": "completion"}
 # A turn in Anthropic's HH-RLHF data set.
 HH_TURN = re.compile(r"\n\n(Human|Assistant):")
 HH_ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -116,7 +119,12 @@ def find_label(row: dict, options) -> str | None:
     names = [options.label_key]
     if options.label_key == "label":
         names.append(LABEL_OF_LLAMA_FACTORY)
-    return next((name for name in names if row.get(name) is not None), None)
+    return first_filled(row, names)
+
+
+def first_filled(row: dict, names: list[str]) -> str | None:
+    """Return the first of these columns that has a value. An empty cell of a CSV file has none."""
+    return next((name for name in names if not is_empty(row.get(name))), None)
 
 
 def read_labelled(row: dict, label_key: str, options) -> Preference:
@@ -138,6 +146,10 @@ def read_answer_with(row: dict, key: str, options) -> Preference:
     rest = {column: value for column, value in row.items() if column != key}
     standard_row, shape = read_shape(rest, options, with_response=True)
     columns = [*columns_of_chat(rest, shape, options, with_response=True), key]
+    messages = standard_row.get(options.messages_key)
+    if isinstance(messages, list) and messages:
+        column = MESSAGE_COLUMNS.get(shape, options.messages_key)
+        check_ends_with_answer(messages, column)
     # The messages of a completion are all new; a chat's earlier answers belong to its prompt.
     train_on = "all" if shape == "prompt/completion" else "last"
     return Preference(standard_row, None, columns, shape, with_training(options, train_on))
@@ -166,6 +178,7 @@ def read_pair(row: dict, options, has_template: bool) -> Preference:
         )
     else:
         prompt_value = prompt.value
+        check_needs_an_answer(prompt, answers)
     base = {column: value for column, value in row.items() if column not in columns}
     chosen, rejected = [
         base | training_row(prompt_value, answer, options) for answer in answers.values()
@@ -174,10 +187,16 @@ def read_pair(row: dict, options, has_template: bool) -> Preference:
 
 
 def read_prompt(row: dict, options) -> Prompt:
-    """Return the prompt of a pair, from the first of the columns that may hold it."""
+    """Return the prompt of a pair, from the first of the columns that may hold it.
+
+    Some data sets repeat the chosen chat in a column of its own, which is no prompt
+    (UltraFeedback).
+    """
+    answers = (row[options.chosen_key], row[options.rejected_key])
     for column in (options.messages_key, options.prompt_key, "conversations"):
         value = row.get(column)
-        if value is None:
+        is_copy = column != options.prompt_key and value in answers
+        if value is None or is_copy:
             continue
         if isinstance(value, str) and column != options.prompt_key:
             value = parse_chat(value) or value
@@ -202,6 +221,7 @@ def read_answer(value, key: str) -> str | list[Message]:
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+        check_ends_with_answer(value, key)
         return without_none(value)
     if isinstance(value, str):
         return value
@@ -214,6 +234,31 @@ def role_of(message: Message) -> str | None:
     if is_sharegpt_message(message):
         return SHAREGPT_ROLES.get(message["from"])
     return message.get("role")
+
+
+def check_ends_with_answer(messages: list, key: str) -> None:
+    """Raise InputError if the last of these messages is another speaker's."""
+    last = messages[-1]
+    role = role_of(last) if isinstance(last, dict) else None
+    # Unknown roles are an error with a message of their own, later.
+    if role in ROLES and role != "assistant":
+        raise InputError(
+            f'"{key}" ends with a message of the role {role}: it must end with an answer of the '
+            "assistant"
+        )
+
+
+def check_needs_an_answer(prompt: Prompt, answers: dict[str, str | list[Message]]) -> None:
+    """Raise InputError if a prompt ends with an answer, and another one would follow it."""
+    if isinstance(prompt.value, str) or role_of(prompt.value[-1]) != "assistant":
+        return
+    for key, answer in answers.items():
+        if isinstance(answer, str) or role_of(answer[0]) == "assistant":
+            raise InputError(
+                f'"{prompt.columns[0]}" ends with an answer of the assistant, and "{key}" is '
+                "another one: move the beginning of an answer into both answers, and leave the "
+                "turn out of the prompt"
+            )
 
 
 def is_complete(answer: str | list[Message], prompt: Prompt) -> bool:

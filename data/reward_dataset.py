@@ -18,15 +18,22 @@ from config import InputError
 from data import preference_dataset
 from data.batching.batch import Batch, make_cu_seqlens
 from data.chat.encoding import RowCoroutine
+from data.chat.losses import is_empty
 from data.chat.tokenizer import ChatTokenizer
 from data.images.processor import Processor
 from data.messages import number_in_text
 from data.preference_dataset import PreferenceDataset, tokenize_answers
-from data.preferences import LABEL_OF_LLAMA_FACTORY, Preference, read_answer_with, read_preference
+from data.preferences import (
+    LABEL_OF_LLAMA_FACTORY,
+    Preference,
+    first_filled,
+    read_answer_with,
+    read_preference,
+)
 from data.selection import Selection
 from data.tokenization import CacheSpec, tokenize_to_cache
 
-VERSION = "rewards 1"  # of the cache; increase it when read_rewarded() or its files change
+VERSION = "rewards 2"  # of the cache; increase it when read_rewarded() or its files change
 OPTIONS = (
     *(name for name in preference_dataset.OPTIONS if name != "label_key"),
     "margin_key",
@@ -86,7 +93,7 @@ def read_rewarded(row: dict, options, has_template: bool) -> tuple[Preference, f
     without_label.label_key = None
     preference = read_preference(row, without_label, has_template)
     margin_key = options.margin_key
-    if margin_key is None or row.get(margin_key) is None:
+    if margin_key is None or is_empty(row.get(margin_key)):
         return preference, math.nan
     preference = preference._replace(columns=[*preference.columns, margin_key])
     return preference, read_number(row, margin_key)
@@ -99,7 +106,7 @@ def find_score(row: dict, options) -> str | None:
     names = [options.score_key]
     if options.score_key == DEFAULT_SCORE:
         names += LABELS
-    return next((name for name in names if row.get(name) is not None), None)
+    return first_filled(row, names)
 
 
 def read_number(row: dict, key: str) -> float:

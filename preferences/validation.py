@@ -43,6 +43,21 @@ class Totals:
         }
 
 
+def divide_rows(num_rows: int, batch_size: int) -> list[range]:
+    """Return the rows of each batch.
+
+    A single row at the end belongs to the batch before: the baseline of KTO is estimated with
+    answers to the other prompts of a batch.
+    """
+    parts = [
+        range(start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)
+    ]
+    if len(parts) > 1 and len(parts[-1]) == 1:
+        parts.pop()
+        parts[-1] = range(parts[-1].start, num_rows)
+    return parts
+
+
 def validate(
     trainer: PreferenceTrainer, val: PreferenceDataset, batch_size: int
 ) -> dict[str, float]:
@@ -51,11 +66,11 @@ def validate(
     For a loss with a KL baseline, each batch has its own. Called by all ranks.
     """
     totals = Totals()
-    starts = range(0, len(val), batch_size)
     # Only rank 0 shows a bar, and only if standard error is a terminal (tqdm's None).
     hides_bar = None if dist.get_rank() == 0 else True
-    for start in tqdm(starts, desc="validate", leave=False, disable=hides_bar):
-        batch = val.batch(range(start, min(start + batch_size, len(val))))
+    parts = divide_rows(len(val), batch_size)
+    for rows in tqdm(parts, desc="validate", leave=False, disable=hides_bar):
+        batch = val.batch(rows)
         counts = AnswerCounts.of(batch)
         means = trainer.evaluate(batch)
         totals.add(means, counts, counts.num_losses(trainer.loss.takes_pairs))

@@ -4,6 +4,7 @@ These are a critic, a reference, a teacher and a reward model.
 """
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,6 +22,7 @@ from rl.functions import inputs_read
 from rl.reward_model import (
     ROLE as REWARD_MODEL,
     check_is_classifier,
+    errors_about_reward_model,
     reward_model_config,
     uses_reward_model,
 )
@@ -92,10 +94,11 @@ def check_models(config: DictConfig, world_size: int) -> Any:
     """
     check_model = engine_class(config.model_engine).check
     check_is_classifier(config)
-    hf_configs = {
-        role: check_model(settings, world_size, head_of(role))
-        for role, settings in role_configs(config).items()
-    }
+    hf_configs = {}
+    for role, settings in role_configs(config).items():
+        context = errors_about_reward_model(config) if role == REWARD_MODEL else nullcontext()
+        with context:
+            hf_configs[role] = check_model(settings, world_size, head_of(role))
     actor = hf_configs["actor"]
     check_teachers(config, hf_configs)
     teachers = teacher_roles(config)

@@ -7,17 +7,22 @@ reward, beside that of the reward function:
     score = (score of reward.function) + reward.model.weight * (score of the reward model)
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from config import InputError, defaults
-from data.answered import encode_answered
+from data.answered import encode_answered, find_unseen
 from data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from data.prompts import PromptDataset
 from data.tokenization import plain_options
 from engines.model.classifier import check_is_reward_model
+from engines.model.hf import read_hf_config
 from engines.model.model_files import is_only_described
 from engines.teaching import without_teacher
 from rl.functions import inputs_read
@@ -33,7 +38,10 @@ def uses_reward_model(config: DictConfig) -> bool:
 
 
 def reward_model_config(config: DictConfig) -> DictConfig:
-    """Return the reward model's configuration: a model without adapters, MTP layers or freezing."""
+    """Return the reward model's configuration: a model without adapters, MTP layers or freezing.
+
+    If it has no experts, the settings for those of the policy are left out.
+    """
     model = {
         "path": config.reward.model.path,
         "freeze": [],
@@ -41,7 +49,32 @@ def reward_model_config(config: DictConfig) -> DictConfig:
         "mtp": defaults("model.mtp"),
     }
     data = {"chat_template": None}  # It has its own.
-    return OmegaConf.merge(without_teacher(config), {"model": model, "data": data})
+    engine: dict[str, Any] = {"router_aux_loss_coef": None}  # It is not trained.
+    divides_experts = config.engine.get("expert_model_parallel_size", 1) > 1
+    if divides_experts and not has_experts(config.reward.model.path):
+        engine["expert_model_parallel_size"] = 1
+    changes = {"model": model, "data": data, "engine": engine}
+    return OmegaConf.merge(without_teacher(config), changes)
+
+
+def has_experts(path: str) -> bool:
+    """Return whether a model is a mixture of experts, by its config.json."""
+    return bool(getattr(read_hf_config(path), "num_experts", None))
+
+
+@contextmanager
+def errors_about_reward_model(config: DictConfig) -> Iterator[None]:
+    """Name reward.model.path in errors that call it model.path, or name no model, as engines do."""
+    setting = f"{KEY}={config.reward.model.path}"
+    by_engine = re.compile(rf"(?<!\.)model\.path={re.escape(config.reward.model.path)}")
+    try:
+        yield
+    except InputError as error:
+        problems = []
+        for problem in error.problems:
+            named = by_engine.sub(lambda _: setting, problem)
+            problems.append(named if setting in named else f"{setting}: {problem}")
+        raise InputError(*problems) from None
 
 
 def check_reward_model(config: DictConfig) -> None:
@@ -70,6 +103,11 @@ def check_reward_model(config: DictConfig) -> None:
             f"{setting} does not work with algorithm.adv_estimator="
             f"{config.algorithm.adv_estimator}, whose greedy responses have only the score of "
             "reward.function: choose another estimator, such as rloo"
+        )
+    if config.reward.function == "none" and config.reward.weights:
+        raise InputError(
+            f"reward.weights={config.reward.weights} does nothing with reward.function=none: leave "
+            "it out. The weight of the reward model is reward.model.weight"
         )
     if PART in config.reward.weights:
         raise InputError(
@@ -103,6 +141,8 @@ def check_conversations(
 ) -> None:
     """Raise InputError if the reward model cannot read the first prompts with a response.
 
+    Rank 0 prints what its chat template leaves out of them.
+
     Args:
         num_tokens: the rows of its embedding.
     """
@@ -114,6 +154,13 @@ def check_conversations(
             (ids,) = encode_answered([dataset[0].row], ["1"], chat, options)
         except InputError as error:
             raise InputError(f"{setting}: {error}") from None
+        unseen = find_unseen(dataset[0].row, "1", chat, options)
+        if unseen and dist.get_rank() == 0:
+            print(
+                f"warning: {setting}: its chat template leaves out {' and '.join(unseen)} of the "
+                "first row, so the reward model does not see them",
+                flush=True,
+            )
         if max(ids) >= num_tokens:
             raise InputError(
                 f"{setting} has an embedding of {num_tokens} tokens, and its tokenizer writes the "

@@ -16,9 +16,10 @@ from data.reward_dataset import with_score_tokens
 from data.tokenization import plain_options
 from engines.base import Engine
 from engines.context_parallel import sequence_limit
+from engines.parallel.device import on_all_ranks
 from rl import updates
 from rl.collecting import score_metrics
-from rl.reward_model import KEY, PART, load_chat
+from rl.reward_model import KEY, PART, errors_about_reward_model, load_chat
 from rollout.exchange import sum_over_ranks
 from rollout.samples import Samples
 from rollout.sharing import divide
@@ -57,7 +58,9 @@ class RewardModel:
         group: gloo group of all ranks.
         """
         rows = [prompt.row for prompt in samples.prompts]
-        ids = encode_answered(rows, samples.texts, self.chat, self.options)
+        # A template may reject a conversation that only one rank has.
+        with errors_about_reward_model(self.config):
+            ids = on_all_ranks(encode_answered, rows, samples.texts, self.chat, self.options)
         scores = self.score_conversations(
             samples, [part[-self.max_tokens :] for part in ids], group
         )

@@ -51,6 +51,16 @@ def make_transformer_config(
     )
 
 
+def num_expert_ranks(hf_config) -> int:
+    """Return how many ranks share a layer's experts: 1 if there are none.
+
+    A dense reward model uses the process groups of a policy with experts.
+    """
+    if getattr(hf_config, "num_experts", None):
+        return mpu.get_expert_model_parallel_world_size()
+    return 1
+
+
 def layout_fields(hf_config, num_mtp_layers: int) -> dict[str, Any]:
     """Return the fields for dividing the model over ranks, and for pipeline communication."""
     pp = mpu.get_pipeline_model_parallel_world_size()
@@ -60,7 +70,7 @@ def layout_fields(hf_config, num_mtp_layers: int) -> dict[str, Any]:
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": vpp,
         "context_parallel_size": mpu.get_context_parallel_world_size(),
-        "expert_model_parallel_size": mpu.get_expert_model_parallel_world_size(),
+        "expert_model_parallel_size": num_expert_ranks(hf_config),
         "variable_seq_lengths": True,
         "overlap_p2p_comm": vpp is not None,
         "batch_p2p_comm": False,

@@ -43,8 +43,8 @@ def apply(
 
     Raises:
         InputError: if a pattern matches nothing, if nothing is left to train, or if only a part of
-            a parameter matches. With a value head, a pattern may match nothing, since the critic
-            may be a different model from the policy.
+            a parameter matches. A critic's patterns may match nothing, since it may be a different
+            model from the policy.
     """
     patterns = list(config.model.freeze)
     if not patterns:
@@ -59,8 +59,8 @@ def apply(
     names_of_parameter = file_names_of_parameters(hf, names)
     if head is Head.VALUES:
         del names_of_parameter[hf.get_output_embeddings().weight]
-    else:
-        check_patterns(patterns, names, names_of_parameter, subject)
+    if not is_critic(config, head):
+        check_patterns(patterns, names, names_of_parameter, subject, head)
 
     trainable_names = [name for file_names in names_of_parameter.values() for name in file_names]
     frozen = {name for pattern in patterns for name in matching_names(pattern, trainable_names)}
@@ -75,6 +75,11 @@ def apply(
         for pattern in patterns:
             warn_of_wide_pattern(pattern, trainable_names)
     return frozen
+
+
+def is_critic(config: DictConfig, head: Head) -> bool:
+    """Return whether the model is a critic. A trained reward model has a value head, too."""
+    return head is Head.VALUES and "critic" in config
 
 
 def names_in_files(config: DictConfig, hf: nn.Module) -> tuple[dict[str, str | None], str]:
@@ -118,6 +123,7 @@ def check_patterns(
     names: Iterable[str],
     names_of_parameter: dict[nn.Parameter, list[str]],
     subject: str,
+    head: Head,
 ) -> None:
     """Raise InputError for a pattern that matches no parameter of the model.
 
@@ -128,7 +134,14 @@ def check_patterns(
     in_model = {name for file_names in names_of_parameter.values() for name in file_names}
     known = {*names, *in_model}
     for pattern in patterns:
-        check_matches(pattern, matching_names(pattern, known), in_model, known, subject)
+        matches = matching_names(pattern, known)
+        if head is Head.VALUES and matches and not matches & in_model:
+            raise InputError(
+                f"model.freeze: {pattern!r} matches only weights that this run does not freeze, "
+                f"such as {min(matches)}: the score head of a reward model is always trained. "
+                "Leave the pattern out"
+            )
+        check_matches(pattern, matches, in_model, known, subject)
 
 
 def matching_names(pattern: str, names: Iterable[str]) -> set[str]:
@@ -210,7 +223,7 @@ def report(config: DictConfig, head: Head, hf: nn.Module, frozen: Sequence[str])
     frozen_parameters = [parameter for parameter in parameters if not parameter.requires_grad]
     num_elements = sum(parameter.numel() for parameter in parameters)
     num_frozen_elements = sum(parameter.numel() for parameter in frozen_parameters)
-    of_critic = " of the critic" if head is Head.VALUES else ""
+    of_critic = " of the critic" if is_critic(config, head) else ""
     span = ""
     if frozen:
         span = f": {frozen[0]}" if len(frozen) == 1 else f": {frozen[0]} to {frozen[-1]}"

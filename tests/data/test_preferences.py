@@ -29,6 +29,13 @@ FORMS = {
         "rejected": [USER, BAD],
         "score_chosen": 9.0,
     },
+    "UltraFeedback, which repeats the chosen chat": {
+        "prompt": "2+3?",
+        "chosen": [USER, GOOD],
+        "rejected": [USER, BAD],
+        "messages": [USER, GOOD],
+    },
+    "an empty cell of a label": {"prompt": "2+3?", "chosen": "5", "rejected": "6", "label": ""},
     "messages and texts": {"messages": [USER], "chosen": "5", "rejected": "6"},
     "LLaMA-Factory, Alpaca": {"instruction": "2+3?", "input": "", "chosen": "5", "rejected": "6"},
     "LLaMA-Factory, ShareGPT": {
@@ -243,6 +250,15 @@ def test_a_pair_of_equal_answers_is_not_used_and_counted(tmp_path, tokenizer, ca
         load(tmp_path, [same], tokenizer)
 
 
+def test_answers_that_truncation_makes_equal_are_not_used(tmp_path, tokenizer):
+    same_start = {"prompt": "2+3?", "chosen": "5" * 90 + "1", "rejected": "5" * 90 + "2"}
+    rows = [FORMS["TRL, texts"], same_start]
+    dataset = load(tmp_path, rows, tokenizer, max_length=80, truncation="right")
+    assert len(dataset) == 1
+    assert dataset.stats["dropped_identical"] == 1
+    assert dataset.stats["dropped_no_loss"] == 0
+
+
 def test_an_empty_answer_is_trained_and_reported(tmp_path, tokenizer, capsys):
     dataset = load(tmp_path, [{"prompt": "2+3?", "chosen": "5", "rejected": ""}], tokenizer)
     assert [trained for _, trained in texts_of(dataset, 0, tokenizer)] == [
@@ -298,6 +314,18 @@ MISTAKES = {
     "a label that is a score": (
         {"prompt": "2+3?", "completion": "5", "label": 0.7},
         "\"label\" is '0.7': must be true for an answer that is desirable",
+    ),
+    "a chat with a label that ends with a question": (
+        {"messages": [USER, GOOD, USER], "label": True},
+        '"messages" ends with a message of the role user: it must end with an answer',
+    ),
+    "an answer that ends with a question": (
+        {"prompt": [USER], "chosen": [GOOD, USER], "rejected": [BAD]},
+        '"chosen" ends with a message of the role user: it must end with an answer',
+    ),
+    "a prompt that ends with an answer": (
+        {"prompt": [USER, GOOD], "chosen": "5", "rejected": "6"},
+        '"prompt" ends with an answer of the assistant, and "chosen" is another one',
     ),
     "a label beside answers": (
         FORMS["TRL, texts"] | {"label": True},

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from operator import itemgetter
 from pathlib import Path
 
@@ -285,6 +286,14 @@ def test_a_dry_run_shows_pairs_and_counts_the_reference(assets, tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def without_weights(assets: Path) -> Path:
+    """Return a directory with the description of a model, and no weights."""
+    directory = assets / "no_weights"
+    directory.mkdir(exist_ok=True)
+    shutil.copy(assets / "model" / "config.json", directory)
+    return directory
+
+
 MISTAKES = {
     "a pair that does not fit": (
         ["data.max_tokens_per_micro_batch=50"],
@@ -313,6 +322,10 @@ MISTAKES = {
     "a cache for KTO": ([KTO, "reference.cache=true"], "reference.cache=true does not work with"),
     "KTO without other rows": ([KTO, "data.train_batch_size=1"], "compares answers with those"),
     "no such reference": (["reference.path=/nowhere"], "reference.path=/nowhere"),
+    "a reference that lacks weights": (
+        lambda assets: [f"reference.path={without_weights(assets)}"],
+        "error: reference.path=",
+    ),
     "images": (["model.images=true"], "model.images=true does not work with train_dpo.py"),
     "multi-token prediction": (
         ["model.mtp.enable=true", "model.mtp.enable_train=true"],

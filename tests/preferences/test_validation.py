@@ -3,7 +3,7 @@
 import pytest
 
 from preferences.losses import AnswerCounts
-from preferences.validation import Totals
+from preferences.validation import Totals, divide_rows
 
 # For each batch, the rewards of its chosen and of its rejected answers.
 PAIRS = [([1.0, 2.0], [0.5, -1.0]), ([4.0], [3.0])]
@@ -40,3 +40,12 @@ def test_every_answer_counts_once(batches, takes_pairs):
             "val/rewards/margins": mean(all_chosen) - mean(all_rejected),
         }
     )
+
+
+@pytest.mark.parametrize(
+    "num_rows, sizes", [(1, [1]), (4, [4]), (8, [4, 4]), (9, [4, 5]), (10, [4, 4, 2])]
+)
+def test_no_row_is_compared_with_itself_alone(num_rows, sizes):
+    parts = divide_rows(num_rows, 4)
+    assert [len(part) for part in parts] == sizes
+    assert [row for part in parts for row in part] == list(range(num_rows))

@@ -3,6 +3,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jsonschema
@@ -876,6 +877,17 @@ def test_the_process_group_is_left_after_a_mistake(monkeypatch, capsys):
         if dist.is_initialized():
             dist.destroy_process_group()
     assert capsys.readouterr().err == "error: a mistake\n"
+
+
+def test_other_ranks_end_after_the_first_has_printed(monkeypatch, capsys):
+    """torchrun stops all ranks when one has ended."""
+    monkeypatch.setattr("config.reported_errors", [])
+    monkeypatch.setattr("config.SECONDS_TO_PRINT", 0.3)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    start = time.perf_counter()
+    report(InputError("a mistake"))
+    assert time.perf_counter() - start > 0.2
+    assert capsys.readouterr().err == ""
 
 
 def test_a_process_ends_with_its_parent():

@@ -13,6 +13,7 @@ from reward_models.settings import choose_padding
 from tests.support.models import make_model
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+EMPTY = (None, "", " ")
 CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 
 
@@ -27,6 +28,7 @@ def options_of(*settings: str):
         (PAIR | {"margin": 2}, 2.0),
         (PAIR | {"margin": "0.5"}, 0.5),
         (PAIR | {"margin": None}, math.nan),
+        (PAIR | {"margin": "", "score": " "}, math.nan),
         ({"messages": CHAT, "score": -1.5}, -1.5),
         ({"messages": CHAT, "label": True}, 1.0),
         ({"messages": CHAT, "kto_tag": "false"}, 0.0),
@@ -38,7 +40,7 @@ def test_the_target_of_a_row(row, target):
     assert actual == target or math.isnan(actual) and math.isnan(target)
     assert (preference.rejected is None) == ("chosen" not in row)
     read = set(preference.columns)
-    assert read >= {key for key in ("margin", "score", "label") if row.get(key) is not None}
+    assert read >= {key for key in ("margin", "score", "label") if row.get(key) not in EMPTY}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,7 @@ def test_the_target_of_a_row(row, target):
         (PAIR | {"margin": "much"}, "\"margin\" is 'much': must be a number"),
         (PAIR | {"margin": math.inf}, "must be a number"),
         ({"messages": CHAT, "score": [1]}, "must be a number"),
+        ({"messages": [*CHAT, CHAT[0]], "score": 1}, '"messages" ends with a message of the role'),
         ({"messages": CHAT}, "nor a score is in the row, which has messages"),
         ({"prompt": "1+1=", "chosen": "2"}, '"rejected" is missing'),
     ],

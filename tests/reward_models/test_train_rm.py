@@ -394,6 +394,14 @@ MISTAKES = {
         ["model.path=ASSETS/apertus"],
         "transformers has no AutoModelForSequenceClassification for model_type=apertus",
     ),
+    "a pattern that freezes nothing": (
+        ["model.freeze=[visual]"],
+        "model.freeze: 'visual' matches no name in the files of",
+    ),
+    "a frozen score head": (
+        ["model.path=ASSETS/classifier", "model.freeze=[score]"],
+        "model.freeze: 'score' matches only weights that this run does not freeze, such as score.w",
+    ),
     "an adapter of a reward model": (
         [LORA, "model.lora.adapter_path=ADAPTER"],
         "modules_to_save=['score'] in adapter_config.json is not supported",

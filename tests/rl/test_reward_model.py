@@ -1,6 +1,7 @@
 """A reward model in train_ppo.py: its scores are those of transformers, and its part in a step."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,17 @@ from transformers import (
 )
 
 from config import InputError, load
-from data.answered import encode_answered
+from data.answered import encode_answered, find_unseen
 from data.chat.tokenizer import ChatTokenizer
 from data.tokenization import plain_options
 from engines.fsdp.engine import FSDPEngine
 from engines.heads import Head
 from examples.arithmetic import make_rows, make_tokenizer
-from rl.reward_model import check_reward_model, reward_model_config
+from rl.reward_model import (
+    check_reward_model,
+    errors_about_reward_model,
+    reward_model_config,
+)
 from rl.scoring import RewardModel
 from rl.settings import check_settings
 from tests.support.launch import metrics, run
@@ -95,6 +100,13 @@ def assets(tmp_path_factory) -> Path:
     return folder
 
 
+def make_policy(directory: Path, family: str, **shape) -> None:
+    tokenizer = make_tokenizer()
+    end_token = tokenizer.eos_token_id
+    make_model(directory, family, vocab_size=len(tokenizer), eos_token_id=end_token, **shape)
+    tokenizer.save_pretrained(directory)
+
+
 def arguments(assets: Path, out: Path, model: str, *more: str) -> list[str]:
     return [
         f"model.path={assets}/policy",
@@ -166,6 +178,11 @@ def check_scores(assets: Path, out: Path, model: str, num_steps: int = 3) -> Non
         assert metric["reward/model/cut"] == 0
 
 
+# Policies other than that of the assets.
+POLICIES = {
+    "TWO_LAYERS": ("qwen3", {"num_hidden_layers": 2, "head_dim": 32}),
+    "EXPERTS": ("qwen3_moe", {}),
+}
 RUNS = {
     "another tokenizer": (1, "other", []),
     "the policy's tokenizer, 2 ranks": (2, "same", []),
@@ -185,6 +202,16 @@ RUNS = {
             "model_engine=megatron",
             "engine.pipeline_model_parallel_size=2",
             "model.path=TWO_LAYERS",
+        ],
+    ),
+    "a policy with experts": (
+        2,
+        "other",
+        [
+            "model_engine=megatron",
+            "model.path=EXPERTS",
+            "engine.expert_model_parallel_size=2",
+            "engine.router_aux_loss_coef=0.01",
         ],
     ),
     "adapters": (1, "other", ["model.lora.rank=4"]),
@@ -222,12 +249,10 @@ RUNS = {
 def test_scores_are_those_of_transformers(assets, tmp_path, name):
     num_ranks, model, settings = RUNS[name]
     settings = [setting.replace("ASSETS", str(assets)) for setting in settings]
-    if "model.path=TWO_LAYERS" in settings:
-        tokenizer = make_tokenizer()
-        shape = dict(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-        make_model(tmp_path / "policy", "qwen3", num_hidden_layers=2, head_dim=32, **shape)
-        tokenizer.save_pretrained(tmp_path / "policy")
-        settings[settings.index("model.path=TWO_LAYERS")] = f"model.path={tmp_path}/policy"
+    for policy, (family, shape) in POLICIES.items():
+        if f"model.path={policy}" in settings:
+            make_policy(tmp_path / "policy", family, **shape)
+            settings.append(f"model.path={tmp_path}/policy")
     out = tmp_path / "out"
     run(command(num_ranks, assets, out, model, *settings))
     check_scores(assets, out, model)
@@ -341,6 +366,10 @@ MISTAKES = {
         ["algorithm.adv_estimator=remax"],
         "does not work with algorithm.adv_estimator=remax",
     ),
+    "weights of no function": (
+        ["reward.function=none", "reward.weights.letters=2"],
+        "reward.weights={'letters': 2} does nothing with reward.function=none",
+    ),
     "a weight in the wrong place": (
         ["reward.weights.model=2"],
         "the weight of the reward model is reward.model.weight",
@@ -400,11 +429,48 @@ def test_a_wrong_model_is_one_line_before_weights_are_loaded(wrong_models, tmp_p
     assert "reward.model.path=" in line
 
 
+def test_errors_of_an_engine_name_the_reward_model(assets, tmp_path):
+    config = load("ppo.yaml", arguments(assets, tmp_path, "other"))
+    setting = f"reward.model.path={assets}/other"
+    cases = {
+        f"model.path={assets}/other lacks weights": f"{setting} lacks weights",
+        f"{setting} lacks weights": f"{setting} lacks weights",
+        "too few layers": f"{setting}: too few layers",
+    }
+    for problem, expected in cases.items():
+        with pytest.raises(InputError) as error, errors_about_reward_model(config):
+            raise InputError(problem)
+        assert str(error.value) == expected
+
+
 @pytest.mark.slow
 def test_a_part_with_the_name_of_the_reward_model_is_one_line(assets, tmp_path):
     settings = f"reward.function={assets}/reward.py:clash"
     done = run(command(1, assets, tmp_path, "other", settings), returncode=2)
     assert 'returns a part named "model"' in done.stderr
+
+
+@pytest.mark.slow
+def test_a_conversation_that_one_rank_cannot_render_is_one_line(assets, tmp_path):
+    judge = tmp_path / "judge"
+    shutil.copytree(assets / "other", judge)
+    tokenizer = make_other_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + OTHER_TEMPLATE
+    )
+    tokenizer.save_pretrained(judge)
+    rows = lines_of(assets / "train.jsonl")[:4]
+    rows[1]["messages"].insert(0, {"role": "system", "content": "Hi"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [
+        f"data.train_files={tmp_path}/rows.jsonl",
+        "data.shuffle=false",
+        f"reward.model.path={judge}",
+    ]
+    done = run(command(2, assets, tmp_path / "out", "other", *settings), returncode=1)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert f"reward.model.path={judge}: the chat template rejects" in line
 
 
 # -- conversations ---------------------------------------------------------------------------------
@@ -432,6 +498,19 @@ def test_conversations_are_rendered_by_the_reward_models_template(tokenizer):
     empty = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": ""}]
     text = tokenizer.apply_chat_template(empty, tokenize=False)
     assert encoded[2] == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_what_the_reward_models_template_leaves_out_is_found():
+    tokenizer = make_other_tokenizer()
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    row = {"prompt": "1+1=", "tools": [tool], "enable_thinking": False}
+    assert find_unseen(row, "2", ChatTokenizer(tokenizer), options_of()) == ["tools"]
+    assert find_unseen({"prompt": "1+1="}, "2", ChatTokenizer(tokenizer), options_of()) == []
+    without_system = OTHER_TEMPLATE.replace("%}{{ m", "%}{% if m.role != 'system' %}{{ m", 1)
+    tokenizer.chat_template = without_system.replace("{% endfor", "{% endif %}{% endfor", 1)
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "1+1="}]
+    chat = ChatTokenizer(tokenizer)
+    assert find_unseen({"messages": messages}, "2", chat, options_of()) == ["content"]
 
 
 def test_a_response_cannot_end_its_turn_in_the_reward_models_template():
