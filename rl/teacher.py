@@ -128,10 +128,10 @@ def check_rows(config: DictConfig, dataset: PromptDataset) -> None:
     distill = config.algorithm.distill
     if not has_several(config):
         return
-    names = list(distill.teachers)
+    names = list(map(str, distill.teachers))
     for number, row in enumerate(dataset.rows):
         name = row.get(distill.teacher_key)
-        if name not in names:
+        if name is None or str(name) not in names:
             problem = f"names the teacher {name!r}" if name is not None else "names no teacher"
             raise InputError(
                 f"data.train_files={config.data.train_files}: row {number + 1} of those that are "
@@ -145,8 +145,9 @@ def number_teachers(config: DictConfig, samples: Samples) -> None:
     if not has_several(config):
         return
     distill = config.algorithm.distill
-    number_of = {name: number for number, name in enumerate(distill.teachers)}
-    numbers = [number_of[prompt.row[distill.teacher_key]] for prompt in samples.prompts]
+    # YAML and JSON read the name 1 as a number, and CSV as text.
+    number_of = {str(name): number for number, name in enumerate(distill.teachers)}
+    numbers = [number_of[str(prompt.row[distill.teacher_key])] for prompt in samples.prompts]
     samples.batch.fields[NUMBER] = torch.repeat_interleave(
         torch.tensor(numbers, dtype=torch.int64), samples.batch.cu_seqlens.diff()
     )

@@ -42,7 +42,7 @@ from tests.support.cases import slow_unless_quick
 from tests.support.launch import launch, metrics, run
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
-from tests.support.samples import configure
+from tests.support.samples import configure, make_samples
 
 PROMPTS = [[5, 6], [7, 8, 9]]
 RESPONSES = [[10, 11, 12, 13], [14], [15, 16, 17], [18, 19], [20, 21, 22], [23, 24]]
@@ -240,7 +240,7 @@ def expected_step(case: Case, models: Path) -> Expected:
             group = GROUPS[i]
             prompt = TEACHER_PROMPTS[group] if case.prompts else PROMPTS[group]
             seen = torch.tensor([prompt + RESPONSES[i]])
-            teacher_logits = teachers[group](seen).logits[0, predicting, : logits.shape[1]]
+            teacher_logits = teachers[group](seen).logits[0, predicting]
         of_sequence = divergences(case, logits, teacher_logits).sum()
         divergence = divergence + of_sequence
         sums[GROUPS[i]] += of_sequence.item()
@@ -272,8 +272,9 @@ def teachers_of_groups(case: Case, models: Path) -> list:
 
 
 def divergences(case: Case, logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    log_p = (logits / TEMPERATURE).log_softmax(-1)
-    log_q = (teacher_logits / TEMPERATURE).log_softmax(-1)
+    num_tokens = min(logits.shape[1], teacher_logits.shape[1])
+    log_p = (logits[:, :num_tokens] / TEMPERATURE).log_softmax(-1)
+    log_q = (teacher_logits[:, :num_tokens] / TEMPERATURE).log_softmax(-1)
     if case.top_k:
         token_ids = log_q.topk(case.top_k).indices
         log_p = with_rest(log_p, token_ids)
@@ -319,6 +320,25 @@ def is_quick(case: Case) -> bool:
 @pytest.mark.parametrize("case", slow_unless_quick(CASES, is_quick, str_of_case))
 def test_a_step_equals_plain_autograd_in_float64(models, tmp_path, case):
     check_step(case, models, on_ranks(case.num_ranks, tmp_path, distilled_step, case, models))
+
+
+@pytest.mark.parametrize(
+    "case",
+    slow_unless_quick(
+        [
+            Case(1, "reverse_kl", 5, False),
+            Case(1, "reverse_kl", 0, False),
+            Case(2, "jsd", 5, False, MEGATRON),
+        ],
+        lambda case: case.num_ranks == 1 and case.top_k == 5,
+        str_of_case,
+    ),
+)
+def test_tokens_of_the_student_alone_are_left_out(models, tmp_path, case):
+    """The student's embedding has 104 rows, and the teacher's has 97."""
+    (tmp_path / "student").symlink_to(models / "teacher")
+    (tmp_path / "teacher").symlink_to(models / "student")
+    check_step(case, tmp_path, on_ranks(case.num_ranks, tmp_path, distilled_step, case, tmp_path))
 
 
 @pytest.mark.slow
@@ -475,6 +495,18 @@ def test_a_row_that_names_no_teacher_is_one_line(row, message):
     assert "row 2 of those that are used" in str(error.value)
     assert "one of math, code" in str(error.value)
     check_rows(configure(SEVERAL), SimpleNamespace(rows=[{"teacher": "code"}]))
+
+
+@pytest.mark.parametrize("name", [1, "1"])
+def test_the_name_of_a_teacher_may_be_a_number(name):
+    config = configure("algorithm.distill.teachers={0: there, 1: here}")
+    check_rows(config, SimpleNamespace(rows=[{"teacher": name}]))
+    with pytest.raises(InputError, match="names the teacher 2 in .* one of 0, 1"):
+        check_rows(config, SimpleNamespace(rows=[{"teacher": 2}]))
+    samples = make_samples([2], [0.0], [0])
+    samples.prompts[0].row["teacher"] = name
+    number_teachers(config, samples)
+    assert samples.batch.fields["teacher_number"].tolist() == [1] * 4
 
 
 @pytest.fixture(scope="module")
