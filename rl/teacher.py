@@ -21,6 +21,7 @@ from data.prompts import PromptDataset
 from engines.context_parallel import has_dynamic_cp
 from engines.teacher import NUMBER
 from engines.teacher_settings import (
+    SELF,
     has_several,
     is_self_taught,
     teacher_paths,
@@ -83,6 +84,12 @@ def check_teacher_settings(config: DictConfig) -> None:
             f"algorithm.distill.teacher={distill.teacher} and algorithm.distill.teachers name "
             "teachers twice: leave out one of the two"
         )
+    for name, path in distill.teachers.items():
+        if path == SELF:
+            raise InputError(
+                f"algorithm.distill.teachers.{name}={SELF} does not work: the policy can be the "
+                f"only teacher (algorithm.distill.teacher={SELF}), but not one of several"
+            )
     if is_self_taught(config) and prompt_key is None:
         raise InputError(
             "algorithm.distill.teacher=self teaches nothing without data.teacher_prompt_key: with "
