@@ -45,6 +45,16 @@ def without_teacher(config: DictConfig) -> DictConfig:
     return result
 
 
+@contextmanager
+def errors_that_name(key: str, path: str) -> Iterator[None]:
+    """Within this block, errors of an engine about model.path name the key that gave the path."""
+    try:
+        yield
+    except InputError as error:
+        message = str(error).replace(f"model.path={path}", f"{key}={path}")
+        raise InputError(message) from error
+
+
 def check_vocabulary(
     config: DictConfig, name: str, path: str, num_tokens: int, num_teacher_tokens: int
 ) -> None:

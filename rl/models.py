@@ -14,8 +14,8 @@ from engines.build import engine_class
 from engines.heads import Head
 from engines.model.hf import read_hf_config
 from engines.reference import check_same_vocabulary, reference_config
-from engines.teacher_settings import teacher_roles, uses_teacher
-from engines.teaching import teacher_config, without_teacher
+from engines.teacher_settings import teacher_paths, teacher_roles, uses_teacher
+from engines.teaching import errors_that_name, teacher_config, without_teacher
 from rl import reward_model
 from rl.functions import inputs_read
 from rl.reward_model import (
@@ -92,10 +92,12 @@ def check_models(config: DictConfig, world_size: int) -> Any:
     """
     check_model = engine_class(config.model_engine).check
     check_is_classifier(config)
-    hf_configs = {
-        role: check_model(settings, world_size, head_of(role))
-        for role, settings in role_configs(config).items()
-    }
+    teacher_keys = dict(zip(teacher_roles(config), teacher_paths(config)))
+    hf_configs = {}
+    for role, settings in role_configs(config).items():
+        key = teacher_keys.get(role, "model.path")
+        with errors_that_name(key, settings.model.path):
+            hf_configs[role] = check_model(settings, world_size, head_of(role))
     actor = hf_configs["actor"]
     check_teachers(config, hf_configs)
     teachers = teacher_roles(config)

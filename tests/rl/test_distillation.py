@@ -25,7 +25,7 @@ from examples.arithmetic import make_rows, make_tokenizer
 from rl import updates
 from rl.estimation import set_advantages
 from rl.losses import ActorLoss
-from rl.models import mini_batch_prompts, role_configs
+from rl.models import check_models, mini_batch_prompts, role_configs
 from rl.settings import check_settings
 from rl.teacher import (
     after_teacher_prompts,
@@ -511,6 +511,15 @@ def test_the_name_of_a_teacher_may_be_a_number(name):
     samples.prompts[0].row["teacher"] = name
     number_teachers(config, samples)
     assert samples.batch.fields["teacher_number"].tolist() == [1] * 4
+
+
+def test_an_error_about_a_teacher_names_its_key(models):
+    config = configure(
+        f"algorithm.distill.teachers={{math: {models}/teacher, code: {models}}}",
+        path=models / "student",
+    )
+    with pytest.raises(InputError, match=r"^algorithm.distill.teachers.code=.* no config.json"):
+        check_models(config, 1)
 
 
 @pytest.fixture(scope="module")
