@@ -153,7 +153,7 @@ def set_up(config, grader):
     The user's mistakes are reported here, before any weights are loaded; cheap checks come first.
     """
     from data.columns import check_column_keys
-    from data.prompts import OPTIONS
+    from data.prompts import OPTIONS, validation_options
     from data.selection import training_rows, validation_rows
     from engines.parallel.device import on_rank0
     from job.end_tokens import warn_of_end_token
@@ -170,8 +170,8 @@ def set_up(config, grader):
     check_rollout(config, run.world_size)
     run.load_tokenizer(hf_config)
     warn_of_end_token(config, run.chat_tokenizer())
-    run.train = load_prompts(run, training_rows(config.data))
-    run.val = load_prompts(run, validation_rows(config.data))
+    run.train = load_prompts(run, training_rows(config.data), config.data)
+    run.val = load_prompts(run, validation_rows(config.data), validation_options(config.data))
     check_column_keys(config.data, run.datasets())
     check_token_ids(config, hf_config, run.tokenizer, run.datasets())
     on_rank0(check_rows, config, run.train)
@@ -302,13 +302,16 @@ def validate(run, roles) -> dict[str, float]:
     return validation_metrics(samples, function, run.config.validation.n)
 
 
-def load_prompts(run, selection):
-    """Return the prompts of a data.selection.Selection, or None if it is None."""
+def load_prompts(run, selection, data):
+    """Return the prompts of a data.selection.Selection, or None if it is None.
+
+    data: the section `data` of the configuration.
+    """
     from data.prompts import PromptDataset, tokenize_prompts
 
     if selection is None:
         return None
-    return PromptDataset.load(run.tokens_of(tokenize_prompts, selection), run.processor)
+    return PromptDataset.load(run.tokens_of(tokenize_prompts, selection, data=data), run.processor)
 
 
 def grade_one(config, grader, train) -> None:

@@ -123,8 +123,7 @@ def grpo_steps(
     variance = sum_by_group(deviation.square()) / (num_steps - 1).clamp(min=1)
     normalized = deviation / (variance.sqrt()[sequence] + 1e-6)
     advantages = sum_to_go(normalized, mask, sequence, num_sequences, 1.0)
-    # Rounded, because grpo() would magnify the rounding errors of equal fp32 scores.
-    rest = (outcome.double() - sum_by_response(step_rewards)).round(decimals=4)
+    rest = _without_rounding_errors(outcome, sum_by_response(step_rewards), group)
     of_rest, _ = grpo(rest, group)
     advantages = advantages + _masked(of_rest[sequence], mask)
     to_go = sum_to_go(_masked(rewards, mask), mask, sequence, num_sequences, 1.0)
@@ -297,6 +296,22 @@ ADVANTAGES = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
 }
+
+
+def _without_rounding_errors(outcome: Tensor, part: Tensor, group: Tensor) -> Tensor:
+    """Return outcome - part, centred in each group: [n] float64.
+
+    Differences that fp32 scores of this size may have by rounding become 0. Otherwise, grpo() would
+    magnify them.
+
+    Args:
+        outcome: [n] fp32.
+        part: [n] float64, a part of the outcome that was a sum of fp32 numbers.
+    """
+    rest = _group_statistics(outcome.double() - part, group)
+    size = outcome.double().abs() + part.abs()
+    rounding = 1e-6 * sum_by_sequence(size, rest.index, len(group))[rest.index]
+    return torch.where(rest.deviation.abs() > rounding, rest.deviation, 0)
 
 
 @dataclass

@@ -249,6 +249,8 @@ def _masked_gradient(
     max_ratio: float,
 ) -> LossAndMetrics:
     """Return -sg(min(r, max_ratio)) A log_probs, and 0 for tokens that have moved too far."""
+    if max_ratio <= 0:
+        raise ValueError(f"algorithm.loss_kwargs.max_ratio={max_ratio} must be above 0")
     ratio = bounded_exp(log_ratio(log_probs, old_log_probs, mask).detach())
     loss = -ratio.clamp(max=max_ratio) * advantages * log_probs
     is_kept = (mask > 0) & ~is_too_far

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from omegaconf import DictConfig, OmegaConf
 
 from config import InputError
 from data.cache import key_of
@@ -109,6 +110,11 @@ def tokenize_prompts(
             options.truncation is error; no row is left.
     """
     return tokenize_to_cache(SPEC, files, tokenizer, options, cache_dir, tokenizer_dir, processor)
+
+
+def validation_options(options: DictConfig) -> DictConfig:
+    """Return the section `data` for prompts that only validate: no teacher reads them."""
+    return OmegaConf.merge(options, {"teacher_prompt_key": None})
 
 
 def tokenize_row(

@@ -68,11 +68,14 @@ class Distillation:
     """How a student's head compares its distributions with a teacher's.
 
     temperature  divides the logits of both
+    num_tokens   the number of tokens that the student and all teachers have; with top_k, the
+                 student's distribution covers only these, like the teachers'
     teachers     the teachers' output matrices, if the divergence covers the whole vocabulary
     """
 
     divergence: Divergence
     temperature: float
+    num_tokens: int
     teachers: Sequence[TeacherHead] = ()
 
     def compare(
@@ -86,9 +89,10 @@ class Distillation:
         """
         settings = with_temperature(settings, self.temperature)
         if rows.teacher_hidden is None:
+            num_left = max(0, self.num_tokens - settings.first_token)
             return top_k_divergence(
                 hidden,
-                weight,
+                weight[:num_left],
                 to_device(rows.teacher_ids, hidden.device),
                 to_device(rows.teacher_log_probs, hidden.device),
                 self.divergence,
@@ -141,7 +145,8 @@ class TopKHead(nn.Module):
         """
         Args:
             head: the engine's own LogProbHead, which knows how ranks divide the vocabulary.
-            num_tokens: the number of tokens that both models have. Further tokens are left out.
+            num_tokens: the number of tokens that the student and all teachers have. Further tokens
+                are left out.
             temperature: divides the logits.
         """
         super().__init__()

@@ -112,6 +112,7 @@ class Teachers:
     engines    compute the teachers' outputs, in the order of their numbers; for "self", the
                student's engine
     offloaded  the parts that are moved to host memory while a teacher is not used
+    num_tokens  the number of tokens that the student and all teachers have
     matrices   the output matrix [V, h] of each teacher, on the device, from compute() to the end of
                the update; empty with top_k
     """
@@ -130,7 +131,7 @@ class Teachers:
         self.is_self = not engines
         self.engines = list(engines) or [student]
         self.offloaded = [] if self.is_self else offloaded
-        self.num_tokens = student.head.vocab_size
+        self.num_tokens = min(x.head.vocab_size for x in (student, *self.engines))
         self.matrices: list[Tensor] = []
         self.has_several = has_several(config)
 
@@ -181,7 +182,7 @@ class Teachers:
             transform = transform._replace(temperature=self.settings.temperature)
             heads.append(TeacherHead(matrix, transform))
         student.head.distillation = Distillation(
-            Divergence(self.settings.mode), self.settings.temperature, heads
+            Divergence(self.settings.mode), self.settings.temperature, self.num_tokens, heads
         )
         try:
             yield

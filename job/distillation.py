@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from config import CONFIGS, InputError
+from configs.errors import errors_about_model
 from configs.files import read_defaults
 from engines.base import Engine, LossFn
 from engines.build import engine_class
@@ -20,7 +21,12 @@ from engines.teacher_settings import (
     teacher_roles,
     uses_teacher,
 )
-from engines.teaching import Teachers, check_top_k, check_vocabulary, teacher_config
+from engines.teaching import (
+    Teachers,
+    check_top_k,
+    check_vocabulary,
+    teacher_config,
+)
 
 
 def role_configs(config: DictConfig) -> dict[str | None, DictConfig]:
@@ -57,7 +63,11 @@ def check_models(config: DictConfig, world_size: int) -> Any:
     """
     check = engine_class(config.model_engine).check
     roles = role_configs(config)
-    hf_configs = {role: check(settings, world_size) for role, settings in roles.items()}
+    hf_configs = {}
+    for role, settings in roles.items():
+        key = "distill.teacher" if role == ROLE else "model.path"
+        with errors_about_model(key, settings.model.path):
+            hf_configs[role] = check(settings, world_size)
     student = hf_configs[None]
     if ROLE in hf_configs:
         path = config.distill.teacher

@@ -127,18 +127,25 @@ class Run:
         """Return the tokenizer with its chat template and the end tokens of model.path."""
         return ChatTokenizer.load(self.tokenizer, Path(self.config.model.path), self.processor)
 
-    def tokens_of(self, tokenize: Callable[..., Path], selection: Selection, *options) -> Path:
+    def tokens_of(
+        self,
+        tokenize: Callable[..., Path],
+        selection: Selection,
+        *options,
+        data: DictConfig | None = None,
+    ) -> Path:
         """Return the cache folder of these rows: rank 0 tokenizes rows that are not in the cache.
 
         Args:
             tokenize: data.dataset.tokenize or data.prompts.tokenize_prompts.
             options: its last arguments.
+            data: the section `data` of the configuration; None: that of the run.
         """
         return on_rank0(
             tokenize,
             selection,
             self.tokenizer,
-            self.config.data,
+            data or self.config.data,
             setup.cache_directory(self.config),
             self.config.model.path,
             self.processor,

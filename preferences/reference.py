@@ -1,13 +1,12 @@
 """The reference model: a frozen engine, or the trained model without its adapters."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 from omegaconf import DictConfig
 from torch import Tensor
 
-from config import InputError
+from configs.errors import errors_about_model
 from data.batching.batch import Batch
 from data.batching.plan import MicroBatches
 from engines.base import Engine
@@ -43,23 +42,11 @@ def check_models(config: DictConfig, loss: PreferenceLoss, world_size: int):
     check = engine_class(config.model_engine).check
     policy = check(config, world_size)
     if has_own_engine(config, loss):
-        with errors_about_reference(config):
+        key = "reference.path" if config.reference.path else "model.path"
+        with errors_about_model(key, reference_config(config).model.path):
             reference = check(reference_config(config), world_size)
         check_same_vocabulary(config, "reference", reference, policy)
     return policy
-
-
-@contextmanager
-def errors_about_reference(config: DictConfig) -> Iterator[None]:
-    """Name reference.path in errors that call it model.path, as engines do."""
-    try:
-        yield
-    except InputError as error:
-        if not config.reference.path:
-            raise
-        by_engine = f"model.path={config.reference.path}"
-        by_user = f"reference.path={config.reference.path}"
-        raise InputError(*(text.replace(by_engine, by_user) for text in error.problems)) from None
 
 
 def identify_loss(config: DictConfig, loss: PreferenceLoss) -> dict[str, str]:

@@ -4,25 +4,25 @@ These are a critic, a reference, a teacher and a reward model.
 """
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from config import defaults
+from configs.errors import errors_about_model
 from data.prompts import PromptDataset
 from engines.build import engine_class
 from engines.heads import Head
 from engines.model.hf import read_hf_config
 from engines.reference import check_same_vocabulary, reference_config
-from engines.teacher_settings import teacher_roles, uses_teacher
+from engines.teacher_settings import teacher_paths, teacher_roles, uses_teacher
 from engines.teaching import teacher_config, without_teacher
 from rl import reward_model
 from rl.functions import inputs_read
 from rl.reward_model import (
+    KEY as REWARD_MODEL_KEY,
     ROLE as REWARD_MODEL,
     check_is_classifier,
-    errors_about_reward_model,
     reward_model_config,
     uses_reward_model,
 )
@@ -86,6 +86,17 @@ def head_of(role: str) -> Head:
     return Head.VALUES if role in ("critic", REWARD_MODEL) else Head.LOG_PROBS
 
 
+def path_keys(config: DictConfig) -> dict[str, str]:
+    """Return role -> the key that gives the path of its model, if it has its own."""
+    keys = dict(zip(teacher_roles(config), teacher_paths(config)))
+    keys[REWARD_MODEL] = REWARD_MODEL_KEY
+    if config.critic.path:
+        keys["critic"] = "critic.path"
+    if config.reference.path:
+        keys["reference"] = "reference.path"
+    return keys
+
+
 def check_models(config: DictConfig, world_size: int) -> Any:
     """Check the models of all roles, and return the actor's Hugging Face configuration.
 
@@ -94,10 +105,11 @@ def check_models(config: DictConfig, world_size: int) -> Any:
     """
     check_model = engine_class(config.model_engine).check
     check_is_classifier(config)
+    keys = path_keys(config)
     hf_configs = {}
     for role, settings in role_configs(config).items():
-        context = errors_about_reward_model(config) if role == REWARD_MODEL else nullcontext()
-        with context:
+        key = keys.get(role, "model.path")
+        with errors_about_model(key, settings.model.path):
             hf_configs[role] = check_model(settings, world_size, head_of(role))
     actor = hf_configs["actor"]
     check_teachers(config, hf_configs)

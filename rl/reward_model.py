@@ -7,9 +7,7 @@ reward, beside that of the reward function:
     score = (score of reward.function) + reward.model.weight * (score of the reward model)
 """
 
-import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from data.prompts import PromptDataset
 from data.tokenization import plain_options
 from engines.model.classifier import check_is_reward_model
+from engines.model.experts import experts_per_token
 from engines.model.hf import read_hf_config
 from engines.model.model_files import is_only_described
 from engines.teaching import without_teacher
@@ -59,22 +58,7 @@ def reward_model_config(config: DictConfig) -> DictConfig:
 
 def has_experts(path: str) -> bool:
     """Return whether a model is a mixture of experts, by its config.json."""
-    return bool(getattr(read_hf_config(path), "num_experts", None))
-
-
-@contextmanager
-def errors_about_reward_model(config: DictConfig) -> Iterator[None]:
-    """Name reward.model.path in errors that call it model.path, or name no model, as engines do."""
-    setting = f"{KEY}={config.reward.model.path}"
-    by_engine = re.compile(rf"(?<!\.)model\.path={re.escape(config.reward.model.path)}")
-    try:
-        yield
-    except InputError as error:
-        problems = []
-        for problem in error.problems:
-            named = by_engine.sub(lambda _: setting, problem)
-            problems.append(named if setting in named else f"{setting}: {problem}")
-        raise InputError(*problems) from None
+    return experts_per_token(read_hf_config(path).get_text_config()) > 0
 
 
 def check_reward_model(config: DictConfig) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from algorithms.dapo import informative
 from config import InputError
+from configs.errors import errors_about_model
 from data.answered import encode_answered
 from data.reward_dataset import with_score_tokens
 from data.tokenization import plain_options
@@ -19,7 +20,7 @@ from engines.context_parallel import sequence_limit
 from engines.parallel.device import on_all_ranks
 from rl import updates
 from rl.collecting import score_metrics
-from rl.reward_model import KEY, PART, errors_about_reward_model, load_chat
+from rl.reward_model import KEY, PART, load_chat
 from rollout.exchange import sum_over_ranks
 from rollout.samples import Samples
 from rollout.sharing import divide
@@ -59,7 +60,7 @@ class RewardModel:
         """
         rows = [prompt.row for prompt in samples.prompts]
         # A template may reject a conversation that only one rank has.
-        with errors_about_reward_model(self.config):
+        with errors_about_model(KEY, self.config.reward.model.path):
             ids = on_all_ranks(encode_answered, rows, samples.texts, self.chat, self.options)
         scores = self.score_conversations(
             samples, [part[-self.max_tokens :] for part in ids], group

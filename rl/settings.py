@@ -39,9 +39,12 @@ def check_settings(config: DictConfig) -> None:
         find_function(config, key)
     check_advantage_inputs(config)
     check_step_rewards(config)
+    check_named_parts(config)
+    check_no_negative_rewards(config)
     check_estimator_teaches(config)
     check_whitening(config)
     check_policy_loss_accepts(config)
+    check_icepop_keeps_tokens(config)
     check_kl_loss_teaches(config)
     check_no_dropout(config)
     check_keys_have_an_effect(config)
@@ -97,6 +100,38 @@ def check_step_rewards(config: DictConfig) -> None:
             f"reward.step_rewards=true does not work with {estimator}, which reads only the named "
             "parts of the reward: choose another estimator, such as grpo_steps"
         )
+
+
+def check_named_parts(config: DictConfig) -> None:
+    """Raise InputError if the estimator reads named parts, but the reward can have none."""
+    function = config.reward.function
+    has_other_reward = config.rollout.episode or config.reward.model.path
+    if "parts" not in inputs_read(config, "adv_estimator") or has_other_reward:
+        return
+    if function in REWARDS:
+        raise InputError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} reads the named parts of "
+            f"the reward, but reward.function={function} returns a number: name a function of your "
+            "own that returns a dictionary, such as {'correct': 1.0, 'format': 0.0}"
+        )
+
+
+def check_no_negative_rewards(config: DictConfig) -> None:
+    """Raise InputError for settings that make rewards negative, which max_rl does not accept."""
+    if config.algorithm.adv_estimator != "max_rl":
+        return
+    limit_score = config.rollout.limit_score
+    settings = {
+        "algorithm.use_kl_in_reward=true": config.algorithm.use_kl_in_reward,
+        f"reward.overlong_buffer={config.reward.overlong_buffer}": config.reward.overlong_buffer,
+        f"rollout.limit_score={limit_score}": limit_score is not None and limit_score < 0,
+    }
+    for setting, makes_negative in settings.items():
+        if makes_negative:
+            raise InputError(
+                f"{setting} does not work with algorithm.adv_estimator=max_rl, which needs rewards "
+                "of 0 or more: leave it out, or choose another estimator, such as grpo"
+            )
 
 
 def check_estimator_teaches(config: DictConfig) -> None:
@@ -171,6 +206,18 @@ def check_policy_loss_accepts(config: DictConfig) -> None:
         call(find_function(config, "loss_mode"), inputs)
     except ValueError as error:
         raise InputError(str(error)) from None
+
+
+def check_icepop_keeps_tokens(config: DictConfig) -> None:
+    """Raise InputError if no ratio is between IcePop's thresholds."""
+    algorithm = config.algorithm
+    low = algorithm.rollout_is_threshold_lower
+    high = algorithm.rollout_is_threshold
+    if algorithm.rollout_is == "icepop" and high < low:
+        raise InputError(
+            f"algorithm.rollout_is=icepop keeps no token: algorithm.rollout_is_threshold={high} is "
+            f"below algorithm.rollout_is_threshold_lower={low}. Raise the first, for example to 5.0"
+        )
 
 
 def check_kl_loss_teaches(config: DictConfig) -> None:

@@ -21,6 +21,7 @@ from data.prompts import PromptDataset
 from engines.context_parallel import has_dynamic_cp
 from engines.teacher import NUMBER
 from engines.teacher_settings import (
+    SELF,
     has_several,
     is_self_taught,
     teacher_paths,
@@ -83,6 +84,12 @@ def check_teacher_settings(config: DictConfig) -> None:
             f"algorithm.distill.teacher={distill.teacher} and algorithm.distill.teachers name "
             "teachers twice: leave out one of the two"
         )
+    for name, path in distill.teachers.items():
+        if path == SELF:
+            raise InputError(
+                f"algorithm.distill.teachers.{name}={SELF} does not work: the policy can be the "
+                f"only teacher (algorithm.distill.teacher={SELF}), but not one of several"
+            )
     if is_self_taught(config) and prompt_key is None:
         raise InputError(
             "algorithm.distill.teacher=self teaches nothing without data.teacher_prompt_key: with "
@@ -128,10 +135,10 @@ def check_rows(config: DictConfig, dataset: PromptDataset) -> None:
     distill = config.algorithm.distill
     if not has_several(config):
         return
-    names = list(distill.teachers)
+    names = list(map(str, distill.teachers))
     for number, row in enumerate(dataset.rows):
         name = row.get(distill.teacher_key)
-        if name not in names:
+        if name is None or str(name) not in names:
             problem = f"names the teacher {name!r}" if name is not None else "names no teacher"
             raise InputError(
                 f"data.train_files={config.data.train_files}: row {number + 1} of those that are "
@@ -145,8 +152,9 @@ def number_teachers(config: DictConfig, samples: Samples) -> None:
     if not has_several(config):
         return
     distill = config.algorithm.distill
-    number_of = {name: number for number, name in enumerate(distill.teachers)}
-    numbers = [number_of[prompt.row[distill.teacher_key]] for prompt in samples.prompts]
+    # YAML and JSON read the name 1 as a number, and CSV as text.
+    number_of = {str(name): number for number, name in enumerate(distill.teachers)}
+    numbers = [number_of[str(prompt.row[distill.teacher_key])] for prompt in samples.prompts]
     samples.batch.fields[NUMBER] = torch.repeat_interleave(
         torch.tensor(numbers, dtype=torch.int64), samples.batch.cu_seqlens.diff()
     )

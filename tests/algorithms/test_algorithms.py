@@ -263,7 +263,7 @@ def gdpo(given):
 def grpo_steps(given):
     """A step ends at every second token of a response, from the first one on."""
     steps = [row[::2] for row in given.rewards]
-    rests = [round(sum(row[1::2]), 4) for row in given.rewards]
+    rests = [sum(row[1::2]) for row in given.rewards]
     advantages = []
     for i, row in enumerate(given.rewards):
         members = [j for j, group in enumerate(given.group) if group == given.group[i]]

@@ -207,6 +207,11 @@ def test_a_teacher_is_checked_before_its_weights_are_read(models, engine):
     )
     with pytest.raises(InputError, match="distill.top_k=1000 is more than the"):
         check_models(config, 1)
+    config = configure(
+        f"model_engine={engine}", f"distill.teacher={models}", path=models / "student"
+    )
+    with pytest.raises(InputError, match="^distill.teacher=.* contains no config.json"):
+        check_models(config, 1)
 
 
 # -- runs ------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from config import InputError, load
+from configs.errors import errors_about_model
 from data.answered import encode_answered, find_unseen
 from data.chat.tokenizer import ChatTokenizer
 from data.tokenization import plain_options
@@ -24,7 +25,6 @@ from engines.heads import Head
 from examples.arithmetic import make_rows, make_tokenizer
 from rl.reward_model import (
     check_reward_model,
-    errors_about_reward_model,
     reward_model_config,
 )
 from rl.scoring import RewardModel
@@ -438,7 +438,10 @@ def test_errors_of_an_engine_name_the_reward_model(assets, tmp_path):
         "too few layers": f"{setting}: too few layers",
     }
     for problem, expected in cases.items():
-        with pytest.raises(InputError) as error, errors_about_reward_model(config):
+        with (
+            pytest.raises(InputError) as error,
+            errors_about_model("reward.model.path", config.reward.model.path),
+        ):
             raise InputError(problem)
         assert str(error.value) == expected
 

@@ -108,7 +108,12 @@ CONTRADICTIONS = {
         "its own parameters are set in algorithm.adv_kwargs",
     ),
     "penalties that gdpo does not read": (
-        ["algorithm.adv_estimator=gdpo", "reward.overlong_buffer=4", "rollout.max_tokens=10"],
+        [
+            "algorithm.adv_estimator=gdpo",
+            "reward.function=my.py:parts",
+            "reward.overlong_buffer=4",
+            "rollout.max_tokens=10",
+        ],
         "reward.overlong_buffer=4 does nothing without",
     ),
     "a negative temperature of sapo": (
@@ -126,6 +131,26 @@ CONTRADICTIONS = {
         )
         for name in WHITENED
     },
+    "gdpo of a reward without parts": (
+        ["algorithm.adv_estimator=gdpo"],
+        "but reward.function=exact_match returns a number",
+    ),
+    "max_rl with a divergence in the reward": (
+        ["algorithm.adv_estimator=max_rl", "algorithm.use_kl_in_reward=true"],
+        "algorithm.use_kl_in_reward=true does not work with algorithm.adv_estimator=max_rl",
+    ),
+    "max_rl with a penalty for length": (
+        ["algorithm.adv_estimator=max_rl", "reward.overlong_buffer=16"],
+        "reward.overlong_buffer=16 does not work with algorithm.adv_estimator=max_rl",
+    ),
+    "a largest ratio of 0": (
+        ["algorithm.loss_mode=dppo_tv", "algorithm.loss_kwargs.max_ratio=0"],
+        "algorithm.loss_kwargs.max_ratio=0 must be above 0",
+    ),
+    "icepop without a ratio between its thresholds": (
+        ["algorithm.rollout_is=icepop", "algorithm.rollout_is_threshold=0.4"],
+        "algorithm.rollout_is=icepop keeps no token",
+    ),
     "a lower threshold without icepop": (
         ["algorithm.rollout_is=token", "algorithm.rollout_is_threshold_lower=0.1"],
         "algorithm.rollout_is_threshold_lower=0.1 does nothing without",
@@ -185,7 +210,9 @@ def test_contradictions_are_input_errors(what):
         [GAE, "critic.path=there", "critic.warmup_steps=3"],
         [GAE, "rollout.n=1"],
         ["algorithm.adv_estimator=max_at_k", "algorithm.adv_kwargs.k=4", "rollout.n=4"],
-        ["algorithm.adv_estimator=gdpo"],
+        ["algorithm.adv_estimator=gdpo", "reward.function=my.py:parts"],
+        ["algorithm.adv_estimator=gdpo", "reward.model.path=there"],
+        ["algorithm.adv_estimator=max_rl", "algorithm.use_kl_loss=true"],
         ["algorithm.rollout_is=icepop", "algorithm.rollout_is_threshold_lower=0.1"],
         ["algorithm.adv_estimator=reinforce_plus_plus", "rollout.n=1"],
         *(

@@ -106,19 +106,24 @@ def test_grpo_steps_is_the_same_on_two_ranks(tmp_path):
     assert values == pytest.approx(flat(expected_advantages()), abs=1e-6)
 
 
-def test_equal_scores_beside_the_steps_teach_nothing():
+@pytest.mark.parametrize("scale", [1e-3, 1, 1e5])
+@pytest.mark.parametrize("own_scores", [[0.12345] * 3, [0.1, 0.1, 0.4]])
+def test_equal_scores_beside_the_steps_teach_nothing(own_scores, scale):
     """They would, if grpo() magnified the rounding errors of the fp32 scores."""
-    samples = make_samples([2, 2, 2], [0.1 + 0.2, 0.1 + 0.7, 0.1 + 1 / 3], [0, 0, 0])
+    of_steps = [0.2, 0.7, 1 / 3]
+    sums = [scale * (own + step) for own, step in zip(own_scores, of_steps)]
+    samples = make_samples([2, 2, 2], sums, [0, 0, 0])
     rewards = torch.zeros(len(samples.batch.input_ids))
     ends = torch.zeros_like(rewards)
-    for start, reward in zip(samples.batch.cu_seqlens.tolist(), [0.2, 0.7, 1 / 3]):
-        rewards[start + 2] = reward
+    for start, reward in zip(samples.batch.cu_seqlens.tolist(), of_steps):
+        rewards[start + 2] = scale * reward
         ends[start + 2] = 1
     samples.batch.fields |= {"turn_rewards": rewards, "step_ends": ends}
     fields, _ = advantages(samples, "algorithm.adv_estimator=grpo_steps", STEPS)
-    for first, last in split_by_response(samples, fields["advantages"]):
-        assert abs(first) > 0.1
-        assert abs(last) < 1e-6  # 0.06 if rounding errors were magnified
+    scaled = [scale * own for own in own_scores]
+    for own, (first, last) in zip(scaled, split_by_response(samples, fields["advantages"])):
+        assert last == pytest.approx(normalized(own, scaled), rel=1e-3, abs=1e-6)
+        assert abs(first - last) > 0.1
 
 
 def test_gae_has_each_reward_at_its_token():

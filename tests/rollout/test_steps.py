@@ -1,6 +1,7 @@
 """Rewards of steps: what a function may return, and at which tokens its steps end."""
 
 import json
+import random
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -8,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from examples.arithmetic import make_tokenizer
 from rollout.grading.results import Failure, Reward
 from rollout.grading.scores import is_with_steps, read_score, with_steps
-from rollout.steps import place_steps
+from rollout.steps import BLOCK, CharacterCounts, place_steps
 from rollout.texts import decode_responses
 
 
@@ -98,6 +99,25 @@ def word_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("is_of_words", [False, True])
+def test_characters_of_long_responses_are_counted_in_blocks(is_of_words):
+    """The counts are those of decoding from the first token on."""
+    rng = random.Random(0)
+    if is_of_words:
+        tokenizer = word_tokenizer()
+        ids = rng.choices([0, 1, 2, 3], k=1000)
+    else:
+        tokenizer = make_tokenizer()
+        ids = tokenizer.encode("".join(rng.choices("ab é€😀\ufffd", k=400)))
+    counts = CharacterCounts(tokenizer, ids, True)
+    # Each block of words would lose its first space.
+    is_in_blocks = len(counts.starts) > len(ids) / BLOCK / 2
+    assert is_in_blocks != is_of_words
+    for token in range(len(ids)):
+        text = tokenizer.decode(ids[: token + 1], skip_special_tokens=True)
+        assert counts.up_to(token) == len(text.rstrip("\ufffd"))
 
 
 def test_several_steps_may_end_at_one_token():
