@@ -16,8 +16,9 @@ from rollout.sharing import Share
 
 ROLLOUT_PREFIX = "rollout_corr/"
 ROUTING_MISMATCH = "routing_mismatch"
-# The largest mean difference in nats that weights and a KV cache in FP8 may cause.
-MAX_FP8_GAP = 0.25
+# The largest mean difference in nats that weights and a KV cache in FP8 may cause. With a KV cache in
+# FP8, SmolLM2-135M has 0.14, and 0.05 without.
+MAX_FP8_GAP = 0.5
 
 
 def compute(function: Callable[[Batch, MicroBatches], Tensor], share: Share) -> Tensor:
