@@ -9,7 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from config import InputError
+from config import InputError, load
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.transforms import build_model
@@ -224,7 +224,9 @@ def test_what_can_be_frozen(folder):
 
     def trained(patterns, head):
         model = f"model.path={folder / 'qwen2_tied'}"
-        settings = make_config(folder, model, f"model.freeze={patterns}")
+        # Only train_ppo.py has a critic.
+        script = "ppo.yaml" if head is Head.VALUES else "sft.yaml"
+        settings = load(script, [model, "data.train_files=unused", f"model.freeze={patterns}"])
         FSDPEngine.check(settings, 1, head)
         hf, _ = build_model(settings, head)
         return {name for name, p in hf.named_parameters() if p.requires_grad}
