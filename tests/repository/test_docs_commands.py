@@ -19,6 +19,7 @@ from tests.repository.pages import COMMANDS, PAGES, blocks, parse_launch
 from tests.repository.test_benchmarks import NOT_RUN, SMOKES
 from tests.repository.test_docs_runs import FOLLOW_UPS
 from tests.support.launch import ROOT, run
+from tests.support.torchao import make_importable
 
 # The first words of commands that are not run, and why.
 NOT_RUN_HERE = {
@@ -90,6 +91,7 @@ def commands_of_kind(kind: str):
 def test_a_launch_has_a_valid_configuration(page, command, docs_folder, monkeypatch):
     """Settings load, agree with each other and fit the ranks; or a page quotes the error."""
     monkeypatch.chdir(docs_folder)
+    make_importable()
     launch = parse_launch(shlex.split(inner_command(command)))
     script = Path(launch.script).stem
     defaults = "ppo.yaml" if script == "loop" else f"{script.removeprefix('train_')}.yaml"
