@@ -9,7 +9,7 @@ import train_dpo
 from examples.arithmetic import make_tokenizer
 from tests.preferences.assets import NUM_ROWS, arguments, make_assets
 from tests.support.launch import metrics
-from tests.support.scripts import run_in_fork
+from tests.support.scripts import limit_positions, run_in_fork
 
 # They start neither torchrun nor vLLM, but a run takes four seconds.
 pytestmark = pytest.mark.slow
@@ -20,9 +20,7 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     """The directory of a run, and what it has printed."""
     folder = tmp_path_factory.mktemp("step")
     make_assets(folder)
-    config = json.loads((folder / "model" / "config.json").read_text())
-    config["max_position_embeddings"] = 8
-    (folder / "model" / "config.json").write_text(json.dumps(config))
+    limit_positions(folder / "model", 8)
     settings = [f"data.val_files={folder}/val.jsonl", "trainer.total_steps=1"]
     out = folder / "out"
     pairs = arguments(folder, out, *settings, "trainer.max_checkpoints=1")

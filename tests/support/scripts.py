@@ -1,5 +1,6 @@
 """Run a script's main() on one rank, in a fork of the test's process, which starts nothing."""
 
+import json
 import multiprocessing
 import os
 import sys
@@ -47,3 +48,11 @@ def run_here(
         os.environ.pop(name, None)
     main(load(defaults, arguments))
     sys.stdout.flush()
+
+
+def limit_positions(model: Path, num_positions: int) -> None:
+    """Let a model's config.json say that its sequences are at most this long."""
+    file = model / "config.json"
+    config = json.loads(file.read_text())
+    config["max_position_embeddings"] = num_positions
+    file.write_text(json.dumps(config))
