@@ -12,8 +12,9 @@ has room for --cap tokens; n ranks that share have room for n times as many.
 
 Simulated: the share of the ranks' time that is used, if a pass takes as long as the rank with most
 FLOPs, and sharing costs nothing. Measured: FSDP2 (or model_engine=megatron) takes the same steps
-with each value in turn. Fixed numbers of ranks that cannot hold the longest sequence are left out.
-Prints a Markdown table.
+with each value in turn, and then takes all of them again: the first time, new lengths may compile
+kernels, open connections between ranks, and allocate memory. Fixed numbers of ranks that cannot
+hold the longest sequence are left out. Prints a Markdown table.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -186,14 +188,19 @@ class Measurement:
         self.speeds.append(num_tokens / seconds / dist.get_world_size())
         self.efficiencies.append(plan.metrics.get("perf/plan_efficiency", float("nan")))
 
-    def drop_first(self) -> None:
-        """Drop the time of the warm-up step, but keep its loss."""
-        self.speeds.pop(0)
-        self.efficiencies.pop(0)
+    @property
+    def first_speeds(self) -> list[float]:
+        """Return the speeds of the steps whose batch is new; the warm-up step is left out."""
+        return self.speeds[1 : 1 + (len(self.speeds) - 1) // 2]
+
+    @property
+    def repeated_speeds(self) -> list[float]:
+        """Return the speeds of the steps whose batch has been trained on before."""
+        return self.speeds[1 + (len(self.speeds) - 1) // 2 :]
 
     @property
     def speed(self) -> float:
-        return sorted(self.speeds)[len(self.speeds) // 2]
+        return median(self.repeated_speeds)
 
 
 def measured_ways(arguments: argparse.Namespace, num_ranks: int) -> list[str]:
@@ -235,10 +242,14 @@ def measure_way(
     if torch.accelerator.is_available():
         torch.accelerator.reset_peak_memory_stats()
     measurement = Measurement()
-    for number, batch in enumerate([batches[0], *batches]):
+    warm_up = batches[:1]
+    for number, batch in enumerate([*warm_up, *batches, *batches]):
         measurement.take_step(engine, batch, number)
-    measurement.drop_first()
     return measurement
+
+
+def in_one_cell(speeds: Sequence[float]) -> str:
+    return ", ".join(f"{speed:,.0f}" for speed in speeds)
 
 
 def free_memory() -> None:
@@ -257,7 +268,8 @@ def measure(arguments: argparse.Namespace) -> None:
             "model",
             "ranks",
             "sharing",
-            "tokens/s per rank (each step)",
+            "tokens/s per rank of each step",
+            "again: median (each step)",
             "relative to the first",
             "time used",
             "peak GiB",
@@ -271,12 +283,12 @@ def measure(arguments: argparse.Namespace) -> None:
         if first_speed is None:
             first_speed = measurement.speed
         if is_first_rank:
-            speeds = ", ".join(f"{speed:,.0f}" for speed in measurement.speeds)
             print_row(
                 arguments.measure,
                 num_ranks,
                 way,
-                f"{measurement.speed:,.0f} ({speeds})",
+                in_one_cell(measurement.first_speeds),
+                f"{measurement.speed:,.0f} ({in_one_cell(measurement.repeated_speeds)})",
                 f"{measurement.speed / first_speed:.2f}",
                 f"{np.mean(measurement.efficiencies):.1%}",
                 f"{device.memory()['perf/memory_peak_gib']:.1f}",

@@ -14,6 +14,10 @@
     python benchmarks/ppo_h200.py 0.5B-MTP model_engine=megatron model.mtp.enable=true \\
         model.mtp.enable_train=true model.mtp.enable_rollout=true --timeline memory.png
 
+    # with a reward model
+    python benchmarks/ppo_h200.py 1.5B-RM --assets-only
+    python benchmarks/ppo_h200.py 0.5B reward.model.path=/dev/shm/rankwise-models/1.5B-RM
+
     # an image in each prompt
     python benchmarks/ppo_h200.py 7B-VL engine.param_dtype=bfloat16 --prompts 64 --tokens 256
 
@@ -356,6 +360,8 @@ def parse_arguments() -> argparse.Namespace:
         "--cycles", action="store_true", help="print the memory asleep after every step"
     )
     arguments = parser.parse_intermixed_args()
+    if arguments.shape.endswith("-RM") and not arguments.assets_only:
+        parser.error("a reward model has no responses: add --assets-only to make its files")
     if arguments.shape.endswith("-VL") and arguments.trl:
         parser.error("--trl does not work with a shape of Qwen2.5-VL: choose one without images")
     return arguments
@@ -394,13 +400,15 @@ def print_result(
 def main() -> None:
     arguments = parse_arguments()
     # Imported here: train_ppo.py imports this file for the reward.
-    from benchmarks.shapes import IMAGE
+    from benchmarks.shapes import IMAGE, REWARD_MODELS
     from config import load
 
     timeline = start_timeline() if arguments.timeline else None
     settings = run_settings(arguments, IMAGE.get(arguments.shape))
     config = load("ppo.yaml", settings)
     make_policy(arguments.shape, arguments.models, arguments.assets / "tokenizer")
+    if arguments.shape in REWARD_MODELS:
+        return
     if arguments.assets_only:
         settings.append("dry_run=true")
     steps = run_steps(arguments, settings, timeline)

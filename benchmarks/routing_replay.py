@@ -106,6 +106,7 @@ def run_updates(config: DictConfig, arguments: argparse.Namespace) -> dict[str, 
         set_advantages(batch, arguments.n)
         measured = device.synchronize()
         metrics = train(engine, batch, step)
+        engine.offload("optimizer")  # vLLM needs its memory, and the update does not.
         end = device.synchronize()
         results["mean"].append(gap.mean().item())
         results["largest"].append(gap.max().item())

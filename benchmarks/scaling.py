@@ -16,6 +16,7 @@ Megatron keeps fp32 master weights; FSDP2 keeps weights and optimizer state in b
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -171,7 +172,8 @@ def make_trials(arguments: argparse.Namespace) -> list[Trial]:
         "experts": experts_trials(num_gpus, "8B-A1B"),
         "grpo": grpo_trials(num_gpus, {"0.5B": 256, "7B": 64}, is_small),
     }
-    return [trial for part in arguments.parts for trial in trials[part]]
+    chosen = [trial for part in arguments.parts for trial in trials[part]]
+    return [trial for trial in chosen if re.search(arguments.only, trial.name)]
 
 
 def tiny_trials(arguments: argparse.Namespace) -> list[Trial]:
@@ -367,6 +369,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("num_gpus", type=int)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--only", default="", metavar="REGEX", help="the runs whose name has this")
     parser.add_argument("--minutes", type=float, default=9.0, help="until no further run starts")
     parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--assets", type=Path, default=Path("/tmp/rankwise-scaling"))

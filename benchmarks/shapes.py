@@ -8,7 +8,8 @@ with a probability that falls as the temperature rises, and the MTP layer knows 
 matrices have their true sizes, so that a step takes as long as a trained model's.
 
 A shape whose name ends in -MTP-random is for training: its weights are random, and its responses
-end with the token of the demo's tokenizer.
+end with the token of the demo's tokenizer. One that ends in -RM is a reward model: a sequence
+classifier with one label.
 """
 
 import json
@@ -21,7 +22,12 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from engines.checkpoint.export import write_safetensors
 from engines.model import mtp
@@ -109,7 +115,8 @@ VISION = {
     },
     "7B-VL": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16},
 }
-NAMES = [*SHAPES, *MTP, *VISION]
+REWARD_MODELS = ("tiny-RM", "0.5B-RM", "1.5B-RM", "7B-RM")
+NAMES = [*SHAPES, *MTP, *VISION, *REWARD_MODELS]
 # Height and width in pixels of the images for a shape. An image token stands for 28 x 28 pixels.
 IMAGE = {"tiny-VL": (56, 84), "7B-VL": (1008, 784)}
 PIXELS_PER_TOKEN = 28**2
@@ -141,7 +148,7 @@ def write_model(shape: str, path: Path) -> None:
         config = add_vision_tower(config, VISION[shape])
     config.save_pretrained(work)
     with torch.device("meta"):
-        model = auto_class(config).from_config(config, dtype=torch.bfloat16)
+        model = model_class(shape, config).from_config(config, dtype=torch.bfloat16)
     if shape in MTP:
         model.model.mtp_layers = mtp.layers(config)
     if shape.endswith("-MTP"):
@@ -150,6 +157,10 @@ def write_model(shape: str, path: Path) -> None:
         weights = random_weights(model)
     write_safetensors(split_stacks(weights, stacked(model)), work)
     work.rename(path)
+
+
+def model_class(shape: str, config: PreTrainedConfig) -> type:
+    return AutoModelForSequenceClassification if shape in REWARD_MODELS else auto_class(config)
 
 
 # ---- configurations ----
@@ -161,7 +172,10 @@ def text_config(shape: str) -> PreTrainedConfig:
     The token that ends a response is the last one of the vocabulary, which is hardly ever sampled,
     except for a model that is to be trained.
     """
-    base = SHAPES[shape.removesuffix("-random").removesuffix("-VL").removesuffix("-MTP")]
+    decoder = shape
+    for suffix in ("-random", "-VL", "-MTP", "-RM"):
+        decoder = decoder.removesuffix(suffix)
+    base = SHAPES[decoder]
     is_trained = shape.endswith("-random")
     eos_token_id = make_tokenizer().eos_token_id if is_trained else base.vocab_size - 1
     qwen2 = {
@@ -171,7 +185,9 @@ def text_config(shape: str) -> PreTrainedConfig:
         "max_position_embeddings": 32768,
         **base.settings(),
     }
-    return AutoConfig.for_model(**(qwen2 | EXPERTS.get(shape, {}) | MTP.get(shape, {})))
+    classifier = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    extra = classifier if shape in REWARD_MODELS else EXPERTS.get(shape, {}) | MTP.get(shape, {})
+    return AutoConfig.for_model(**(qwen2 | extra))
 
 
 def image_tokenizer() -> PreTrainedTokenizerFast:

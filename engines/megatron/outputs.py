@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engines.heads import ValueHead
 from engines.megatron.gpt import HiddenStates
 from engines.microbatch import MicroBatch, TokensAhead
+from engines.parallel.collectives import gather_tensor
 
 
 class TokenOutputs:
@@ -87,7 +88,7 @@ class TokenOutputs:
             return torch.empty(0, dtype=dtype)
         own = self.output_matrix().detach().to(dtype).contiguous()
         whole = own.new_empty(len(own) * self.tp_group.size(), own.shape[1])
-        dist.all_gather_into_tensor(whole, own, group=self.tp_group)
+        gather_tensor(whole, own, group=self.tp_group)
         return whole[:vocab_size]
 
 

@@ -8,6 +8,10 @@ from torch import Tensor
 
 from engines.parallel.device import gather_values
 
+# torch 2.13 renamed these two. Both names take (output, input).
+gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class AllGatherSliceGrad(torch.autograd.Function):
     """All-gather [T/R, ...] -> [T, ...] over R ranks that compute the same loss from the result.
@@ -20,7 +24,7 @@ class AllGatherSliceGrad(torch.autograd.Function):
         ctx.group = group
         ctx.length = len(x)
         out = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        gather_tensor(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
@@ -55,13 +59,13 @@ class AllGatherSumGrad(torch.autograd.Function):
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         out = x.new_empty(len(x) * group.size(), *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        gather_tensor(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         own = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
+        reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group)
         return own, None
 
 

@@ -110,11 +110,15 @@ SMOKES = {
         "tiny --rounds 1 --models MODELS",
         r"\| tiny \| \d+\.\d\d \| \d+\.\d\d \| \d+\.\d\d \| \d\.\d{3} \| \d\.\d{3} \| 0\.25 \|",
     ),
+    "cp_cost.py": Smoke(
+        f"tiny {FP32} --models MODELS --tokens 64 --passes 1 --repeats 1",
+        r"\| tiny \| 1 \| 64 \| -?\d+\.\d \| -?\d+\.\d \| -?\d+\.\d\d \|",
+    ),
     "dynamic_cp.py": Smoke(
         f"--measure tiny {FP32} --models MODELS --steps 1 --sequences 4 --shortest 8 --median 16 "
         "--longest 64 --cap 64",
-        r"\| tiny \| 1 \| 1 \| [\d,]+ .* \| 1\.00 \|.*\n"
-        r"\| tiny \| 1 \| auto \| [\d,]+ .*\| \d+\.\d% \| 0\.\d ",
+        r"\| tiny \| 1 \| 1 \| [\d,]+ \| [\d,]+ \([\d,]+\) \| 1\.00 \|.*\n"
+        r"\| tiny \| 1 \| auto \| [\d,]+ \| [\d,]+ \([\d,]+\) \| \d+\.\d\d \| \d+\.\d% \| 0\.\d ",
     ),
     "trl_sft_h200.py": Smoke(
         "tiny --tokens 512 --micro-batches 2 --steps 1 --lora 4 --models MODELS",
