@@ -33,7 +33,7 @@ from tests.engines.test_megatron import (
     ROUNDED_EXPERTS,
     reference_of,
 )
-from tests.engines.test_megatron_adapters import ALL as ADAPTED, lora_reference
+from tests.engines.test_megatron_adapters import ALL as ADAPTED
 from tests.engines.test_megatron_checkpoints import SAVED_AT
 from tests.job.test_output import HANGS
 from tests.profiling.support import profile
@@ -314,7 +314,7 @@ def test_training_of_adapters_equals_peft(launches, megatron_folder, world, name
     """On a CPU in fp32; in bf16 but for rounding."""
     case = CASES[world, name]
     result = launches[world][name]
-    expected = lora_reference(megatron_folder, case, result).steps[: case.steps]
+    expected = plain_reference(megatron_folder, case, result).steps[: case.steps]
     errors = {
         key: worst(column(result["steps"], key), column(expected, key))
         for key in ("loss", "grad_norm")
