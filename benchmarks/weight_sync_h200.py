@@ -1,10 +1,13 @@
-"""Seconds to move a Megatron engine's weights into vLLM, for several layouts of both.
+"""Seconds to move an engine's weights into vLLM, for several layouts of both.
 
     torchrun --nproc-per-node 2 benchmarks/weight_sync_h200.py 7B --rollout-tp 2 \\
         tensor_model_parallel_size=2 pipeline_model_parallel_size=2 ""
+    torchrun --nproc-per-node 1 benchmarks/weight_sync_h200.py 7B --engine fsdp "" \\
+        --rollout rollout.quantization=fp8 algorithm.rollout_is=token
 
 Arguments: a shape of benchmarks/shapes.py, then layouts. A layout is one argument with the
 engine's settings, separated by spaces; "" is data parallel. The weights are random, in bf16.
+--rollout takes settings that all layouts share.
 
 Prints lines of a Markdown table on rank 0: medians of --repeats, and the largest difference between
 vLLM's log-probabilities of the tokens that it then generates and the engine's. In bf16 both are
@@ -21,13 +24,13 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.harness import MODELS, make_parser, model_settings, print_row
 from benchmarks.shapes import SHAPES, make_model
 from config import load
-from engines.megatron.engine import MegatronEngine
+from engines.base import Engine
+from engines.build import engine_class
 from engines.parallel import device
 from rollout.vllm.engine import Rollout
 
@@ -49,7 +52,7 @@ class Sync:
     gap: float
 
 
-def time_sync(engine: MegatronEngine, vllm: Rollout, repeats: int) -> Sync:
+def time_sync(engine: Engine, vllm: Rollout, repeats: int) -> Sync:
     vllm.wake("weights")
     exports = []
     updates = []
@@ -67,7 +70,7 @@ def time_sync(engine: MegatronEngine, vllm: Rollout, repeats: int) -> Sync:
     return Sync(median(exports), median(updates), gap)
 
 
-def largest_gap(engine: MegatronEngine, vllm: Rollout) -> float:
+def largest_gap(engine: Engine, vllm: Rollout) -> float:
     """Return the largest difference between the log-probabilities of vLLM and of the engine."""
     # Every replica gets the same prompts, since tensor- and pipeline-parallel ranks of the engine
     # must get the same batch.
@@ -78,16 +81,27 @@ def largest_gap(engine: MegatronEngine, vllm: Rollout) -> float:
     return (log_probs - batch.fields["rollout_log_probs"]).abs().max().item()
 
 
+def forget_groups(engine: str) -> None:
+    """Destroy Megatron's process groups, so that the next layout can make its own."""
+    if engine != "megatron":
+        return
+    from megatron.core import parallel_state as mpu  # not installed in every environment
+
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+
+
 def load_config(arguments: argparse.Namespace, layout: str) -> DictConfig:
     settings = [
         *model_settings(arguments.models / arguments.shape),
-        "model_engine=megatron",
+        f"model_engine={arguments.engine}",
         f"rollout.tensor_parallel_size={arguments.rollout_tp}",
         "rollout.kv_cache_gib=2",
         "rollout.max_tokens=64",
         "validation.max_tokens=64",
         "data.max_prompt_length=64",
         "rollout.max_num_seqs=16",
+        *arguments.rollout,
         *(f"engine.{setting}" for setting in layout.split()),
     ]
     return load("ppo.yaml", settings)
@@ -98,6 +112,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("layouts", nargs="+", help='settings of "engine" in one argument')
     parser.add_argument("--models", type=Path, default=MODELS)
+    parser.add_argument("--engine", choices=("fsdp", "megatron"), default="megatron")
+    parser.add_argument("--rollout", nargs="+", default=[], metavar="KEY=VALUE")
     parser.add_argument("--rollout-tp", type=int, default=1, help="vLLM's tensor-parallel size")
     parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args()
@@ -116,9 +132,8 @@ def main() -> None:
     for layout in arguments.layouts:
         config = load_config(arguments, layout)
         gc.collect()
-        if mpu.model_parallel_is_initialized():
-            mpu.destroy_model_parallel()
-        engine = MegatronEngine(config, this_device, total_steps=1, optimize=False)
+        forget_groups(arguments.engine)
+        engine = engine_class(arguments.engine)(config, this_device, total_steps=1, optimize=False)
         if vllm is None:
             vllm = Rollout(config, this_device)
         sync = time_sync(engine, vllm, arguments.repeats)
