@@ -330,7 +330,9 @@ def test_what_was_offloaded_comes_back(launches, world):
     """So do DDP's buffers of parameters and gradients, and the optimizer's views of them."""
     for settings, result in launches[world]["offload"].items():
         same = "lora dp2 replicated" if LORA in settings else "dp2"
-        expected = launches[world][same]["steps"][:4]
+        num_steps = len(result["steps"])
+        assert num_steps > 0
+        expected = launches[world][same]["steps"][:num_steps]
         bound = ROUNDED_BOUND if BF16 in settings else 10 * BOUND
         for key in ("loss", "grad_norm"):
             error = worst(column(result["steps"], key), column(expected, key))
