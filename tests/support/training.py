@@ -140,7 +140,7 @@ def digest(values: dict) -> str:
             return {key: plain(item) for key, item in sorted(value.items())}
         local = value.to_local() if isinstance(value, DTensor) else value
         if isinstance(local, Tensor):
-            content = local.detach().reshape(-1).view(torch.uint8).numpy()
+            content = local.detach().cpu().reshape(-1).view(torch.uint8).numpy()
             return local.dtype, local.shape, hashlib.sha256(content).hexdigest()
         return local
 
