@@ -12,7 +12,13 @@ from engines.adamw import STATE_DTYPES, moment_bytes
 from engines.context_parallel import fixed_cp_size
 from engines.fsdp import vision
 from engines.fsdp.attention import gathers_keys
-from engines.fsdp.sharding import is_one_unit, is_replicated, is_sharded
+from engines.fsdp.sharding import (
+    has_replicas,
+    is_one_unit,
+    is_replicated,
+    is_sharded,
+    num_shards,
+)
 from engines.fsdp.transforms import build_model, uses_compile
 from engines.heads import Head
 from engines.memory import Estimate
@@ -62,6 +68,15 @@ class Setup:
         return getattr(torch, self.config.engine.reduce_dtype).itemsize
 
     @property
+    def num_shards(self) -> int:
+        """The number of ranks that share one copy of the weights."""
+        return num_shards(self.config.engine, self.world_size)
+
+    @property
+    def has_replicas(self) -> bool:
+        return has_replicas(self.config.engine, self.world_size)
+
+    @property
     def num_tokens(self) -> float:
         """The number of this rank's tokens in a full micro-batch."""
         return self.config.data.max_tokens_per_micro_batch / fixed_cp_size(self.config.engine)
@@ -108,19 +123,18 @@ def at_start_of_backward(setup: Setup) -> Estimate:
     """Estimate the memory when a full micro-batch starts its backward pass."""
     config = setup.config
     engine = config.engine
-    num_shards = engine.fsdp_size if engine.fsdp_size > 0 else setup.world_size
     frozen = sum(p.nbytes for p in setup.parameters if not p.requires_grad)
     if not is_replicated(config, setup.world_size):
-        frozen = frozen / num_shards
-    gradients = sum(p.nbytes for p in setup.trained) / num_shards
+        frozen = frozen / setup.num_shards
+    trained = sum(p.nbytes for p in setup.trained) / setup.num_shards
     image_activations = None
     if config.model.images:
         image_activations = setup.num_tokens * tower_bytes_per_token(setup)
     output_matrix = setup.hf.get_output_embeddings().weight
     return Estimate(
-        parameters=frozen + gradients,
-        gradients=gradients,
-        optimizer=optimizer_bytes(setup) / num_shards,
+        parameters=frozen + trained,
+        gradients=waiting_gradient_bytes(setup),
+        optimizer=optimizer_bytes(setup) / setup.num_shards,
         gathered_weights=gathered_bytes(setup),
         unreduced_gradients=unreduced_bytes(setup),
         activations=setup.num_tokens * activation_bytes_per_token(setup),
@@ -145,13 +159,14 @@ def at_end_of_backward(setup: Setup, start: Estimate) -> Estimate:
     gathered_weights = 0
     unreduced_gradients = 0
     if is_sharded(setup.config, setup.world_size):
-        unreduced_gradients = last_unreduced_bytes(setup)
+        unreduced_gradients = last_unreduced_bytes(setup) + kept_all_reduced_bytes(setup)
         gathered_weights = start.gathered_weights
         if setup.config.engine.reshard_after_forward:
             in_root, _ = root_and_layer(sharded_parameters(setup), setup.layers)
             gathered_weights = in_root * setup.compute_bytes
     return replace(
         start,
+        gradients=sum(p.nbytes for p in setup.trained) / setup.num_shards,
         gathered_weights=gathered_weights,
         unreduced_gradients=unreduced_gradients,
         activations=0,
@@ -225,6 +240,33 @@ def last_unreduced_bytes(setup: Setup) -> float:
         return sum(p.numel() for p in setup.trained) * setup.reduce_bytes
     in_root, _ = root_and_layer(setup.trained, setup.layers)
     return in_root * (setup.compute_bytes + setup.reduce_bytes)
+
+
+def waiting_gradient_bytes(setup: Setup) -> float:
+    """Return the bytes of this rank's summed gradients at the start of a backward pass.
+
+    Replicas sum theirs only in a step's last micro-batch. Until then FSDP keeps them in
+    reduce_dtype; otherwise they have the dtype of the weights.
+    """
+    if setup.has_replicas and not setup.config.engine.cpu_offload:
+        return sum(p.numel() for p in setup.trained) * setup.reduce_bytes / setup.num_shards
+    return sum(p.nbytes for p in setup.trained) / setup.num_shards
+
+
+def kept_all_reduced_bytes(setup: Setup) -> float:
+    """Return the bytes of gradients in reduce_dtype that exist beside those in the weights' dtype.
+
+    After all replicas have summed the gradients of a layer, FSDP keeps the result to the end of the
+    backward pass. If both dtypes are the same, it is the gradient itself.
+    """
+    if not setup.has_replicas:
+        return 0
+    in_root, _ = root_and_layer(setup.trained, setup.layers)
+    is_copy = any(p.element_size() != setup.reduce_bytes for p in setup.trained)
+    if not is_copy and not setup.config.engine.cpu_offload:
+        return 0
+    num_in_layers = sum(p.numel() for p in setup.trained) - in_root
+    return num_in_layers * setup.reduce_bytes / setup.num_shards
 
 
 def activation_bytes_per_token(setup: Setup) -> float:

@@ -66,10 +66,20 @@ def is_replicated(config: DictConfig, world_size: int) -> bool:
     return config.model.lora.rank > 0 and not engine.cpu_offload and has_whole_model
 
 
+def num_shards(engine: DictConfig, world_size: int) -> int:
+    """Return the number of ranks that share one copy of the weights."""
+    return engine.fsdp_size if engine.fsdp_size > 0 else world_size
+
+
+def has_replicas(engine: DictConfig, world_size: int) -> bool:
+    """Return whether there are several copies of the weights, each shared by some of the ranks."""
+    return num_shards(engine, world_size) < world_size
+
+
 def fsdp_mesh(engine: DictConfig, device_type: str, world_size: int) -> DeviceMesh:
     """Return the mesh for sharding, with a second axis if there are several replicas."""
-    size = engine.fsdp_size if engine.fsdp_size > 0 else world_size
-    if size == world_size:
+    size = num_shards(engine, world_size)
+    if not has_replicas(engine, world_size):
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     shape = (world_size // size, size)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
@@ -85,8 +95,9 @@ def begin_micro_batch(model: nn.Module, engine: DictConfig, world_size: int, is_
     """Skip communication between the micro-batches of a step that does not change the result.
 
     With ZeRO-2, the weights stay gathered until the step's last backward pass. A single rank, which
-    has no other ranks to reduce gradients with, accumulates them until the last micro-batch. With
-    engine.cpu_offload, nothing is skipped.
+    has no other ranks to reduce gradients with, accumulates them until the last micro-batch.
+    Replicas sum their gradients in the last micro-batch, so every parameter that has a gradient in
+    one micro-batch must have one in the last. With engine.cpu_offload, nothing is skipped.
 
     is_last: whether this is the step's last micro-batch.
     """
@@ -96,6 +107,8 @@ def begin_micro_batch(model: nn.Module, engine: DictConfig, world_size: int, is_
         model.set_reshard_after_backward(is_last)
     if world_size == 1:
         model.set_requires_gradient_sync(is_last)
+    elif has_replicas(engine, world_size):
+        model.set_requires_all_reduce(is_last)
 
 
 def reshard(model: nn.Module) -> None:

@@ -142,6 +142,28 @@ def test_states_are_divided_by_the_ranks_that_shard_them(model, pairs, fsdp_size
         assert getattr(estimate, term) == getattr(whole, term), term
 
 
+def test_replicas_keep_gradients_in_the_dtype_in_which_they_are_summed(tmp_path):
+    """At the end of the backward pass those of the layers exist in both dtypes."""
+    model = make_model(tmp_path / "large vocabulary", "llama", vocab_size=4096)
+    pairs = [
+        "engine.param_dtype=bfloat16",
+        "data.max_tokens_per_micro_batch=2",
+        "engine.activation_checkpointing=true",
+    ]
+    unreduced = {}
+    for fsdp_size in (4, 2):
+        for reduce_dtype in ("bfloat16", "float32"):
+            settings = [f"engine.fsdp_size={fsdp_size}", f"engine.reduce_dtype={reduce_dtype}"]
+            config = make_config(model, *pairs, *settings)
+            (estimate,) = FSDPEngine.estimate_memory(config, 4, "cpu")
+            assert estimate.is_after_backward
+            unreduced[fsdp_size, reduce_dtype] = estimate.unreduced_gradients
+    hf, _ = build_model(config, Head.LOG_PROBS)
+    in_layers = sum(p.numel() for layer in hf.model.layers for p in layer.parameters())
+    assert unreduced[2, "bfloat16"] == unreduced[4, "bfloat16"]
+    assert unreduced[2, "float32"] == unreduced[4, "float32"] + in_layers / 2 * 4
+
+
 def test_an_optimizer_of_the_users_own_is_counted_like_adam_and_named_so(model, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import torch\n\nclass Mine(torch.optim.SGD):\n    pass\n")

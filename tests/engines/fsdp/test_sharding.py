@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.fsdp.engine import FSDPEngine
@@ -13,6 +14,7 @@ from tests.engines.fsdp.cases import make_config
 from tests.support.ranks import on_ranks
 from tests.support.training import make_batch, make_loss
 
+ZERO_2 = "engine.reshard_after_forward=false"
 # The numbers of the 8 sequences of a batch.
 FOUR_MICRO_BATCHES = [(1, [7, 2]), (1, [5]), (1, [0, 3, 6]), (1, [4, 1])]
 
@@ -36,17 +38,21 @@ class Step:
     Attributes:
         num_gathers: how often weights are gathered from the ranks, all layers together.
         num_reductions: how often gradients are put together to be divided over the ranks.
+        num_all_reduces: how often all ranks sum something, gradients of replicas among it.
+        num_units: the parts that FSDP handles one by one: the layers, and the rest.
     """
 
     metrics: dict[str, float]
     weights: dict[str, torch.Tensor]
     num_gathers: int
     num_reductions: int
+    num_all_reduces: int
+    num_units: int
 
 
-def run_step(model: Path, zero2: bool) -> Step:
-    settings = ["engine.compute_dtype=bfloat16", f"engine.reshard_after_forward={not zero2}"]
-    config = make_config(model.parent, f"model.path={model}", *settings)
+def run_step(model: Path, *settings: str) -> Step:
+    pairs = [f"model.path={model}", "engine.compute_dtype=bfloat16", *settings]
+    config = make_config(model.parent, *pairs)
     engine = FSDPEngine(config, torch.device("cpu"), total_steps=4)
     batch = make_batch(1)
     loss_fn = make_loss(len(batch.input_ids))
@@ -57,18 +63,27 @@ def run_step(model: Path, zero2: bool) -> Step:
         weights=dict(engine.export_weights()),
         num_gathers=operators.counts["c10d._allgather_base_.default"],
         num_reductions=operators.counts["fsdp.chunk_cat.default"],
+        num_all_reduces=operators.counts["c10d.allreduce_.default"],
+        num_units=sum(isinstance(module, FSDPModule) for module in engine.model.modules()),
     )
+
+
+def run_both(folder, tmp_path, monkeypatch, num_ranks, setting) -> tuple[Step, Step]:
+    """Return a step that spares communication between micro-batches, and one that does not."""
+    for name in ("sparing", "plain"):
+        (tmp_path / name).mkdir()
+    sparing = on_ranks(num_ranks, tmp_path / "sparing", run_step, folder / "qwen3", setting)[0]
+    monkeypatch.setattr("engines.fsdp.engine.begin_micro_batch", lambda *_: None)
+    plain = on_ranks(num_ranks, tmp_path / "plain", run_step, folder / "qwen3", setting)[0]
+    return sparing, plain
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("zero2", [True, False])
 def test_sparing_communication_changes_no_bit(folder, tmp_path, monkeypatch, zero2, num_ranks):
-    for name in ("sparing", "plain"):
-        (tmp_path / name).mkdir()
-    sparing = on_ranks(num_ranks, tmp_path / "sparing", run_step, folder / "qwen3", zero2)[0]
-    monkeypatch.setattr("engines.fsdp.engine.begin_micro_batch", lambda *_: None)
-    plain = on_ranks(num_ranks, tmp_path / "plain", run_step, folder / "qwen3", zero2)[0]
+    setting = f"engine.reshard_after_forward={not zero2}"
+    sparing, plain = run_both(folder, tmp_path, monkeypatch, num_ranks, setting)
     assert sparing.metrics == plain.metrics
     for name, weight in plain.weights.items():
         assert sparing.weights[name].equal(weight), name
@@ -87,9 +102,9 @@ def test_sparing_communication_changes_no_bit(folder, tmp_path, monkeypatch, zer
 def test_one_unit_for_the_whole_model_changes_no_bit(folder, tmp_path, monkeypatch):
     for name in ("whole", "layers"):
         (tmp_path / name).mkdir()
-    whole = on_ranks(1, tmp_path / "whole", run_step, folder / "qwen3", True)[0]
+    whole = on_ranks(1, tmp_path / "whole", run_step, folder / "qwen3", ZERO_2)[0]
     monkeypatch.setattr("engines.fsdp.sharding.is_one_unit", lambda *_: False)
-    layers = on_ranks(1, tmp_path / "layers", run_step, folder / "qwen3", True)[0]
+    layers = on_ranks(1, tmp_path / "layers", run_step, folder / "qwen3", ZERO_2)[0]
     assert whole.metrics == layers.metrics
     for name, weight in layers.weights.items():
         assert whole.weights[name].equal(weight), name
@@ -109,3 +124,14 @@ def reports_own_group(model: Path, context_parallel_size: int | str) -> bool:
 def test_who_reports_the_results_of_two_ranks_that_share_sequences(folder, tmp_path, size, reports):
     """With a fixed size, sums are over the data-parallel group of each rank, otherwise over all."""
     assert on_ranks(2, tmp_path, reports_own_group, folder / "qwen3", size) == reports
+
+
+@pytest.mark.slow
+def test_replicas_sum_their_gradients_once_in_a_step(folder, tmp_path, monkeypatch):
+    sparing, plain = run_both(folder, tmp_path, monkeypatch, 2, "engine.fsdp_size=1")
+    spared = 3 * plain.num_units  # of four micro-batches
+    assert plain.num_all_reduces - sparing.num_all_reduces == spared
+    for name, expected in plain.metrics.items():
+        assert sparing.metrics[name] == pytest.approx(expected, rel=1e-5), name
+    for name, expected in plain.weights.items():
+        torch.testing.assert_close(sparing.weights[name], expected, rtol=1e-4, atol=1e-5)
