@@ -40,6 +40,8 @@ MEGATRON = "model_engine=megatron"
 TP2 = f"{MEGATRON} engine.tensor_model_parallel_size=2"
 PP2 = f"{MEGATRON} engine.pipeline_model_parallel_size=2"
 VPP2 = f"{PP2} engine.virtual_pipeline_model_parallel_size=2"
+PP4 = f"{MEGATRON} engine.pipeline_model_parallel_size=4"
+HYBRID = "engine.fsdp_size=2"
 DP2 = f"{MEGATRON} engine.overlap_grad_reduce=true"
 BF16_GRADIENTS = "engine.override_ddp_config.grad_reduce_in_fp32=false"
 AUX_LOSS = "engine.router_aux_loss_coef=0.001"
@@ -60,9 +62,14 @@ def on_two(shape: str, settings: str = "") -> Case:
     return Case(shape, settings, world_size=2)
 
 
+def on_four(shape: str, settings: str) -> Case:
+    return Case(shape, settings, world_size=4)
+
+
 # The section of each table -> the runs of its rows, in their order.
 CASES = {
     "SFT on one H200": [
+        Case("7B", BF16),
         Case("7B", f"{BF16} {LARGE_CHUNK}"),
         Case("7B", f"{BF16} {TOKENS_8K}"),
         Case("7B", f"{BF16} {CHECKPOINTING}"),
@@ -95,6 +102,17 @@ CASES = {
     "Images": [
         Case("7B-VL", f"{BF16} {CHECKPOINTING}"),
         Case("7B-VL", f"{BF16} {TOKENS_8K} model.freeze=[visual]"),
+    ],
+    "From one to four H200": [
+        Case("7B", f"{BF16} {TOKENS_8K}"),
+        on_two("7B", f"{BF16} {TOKENS_8K} {ZERO2}"),
+        on_four("7B", f"{TP2} {TOKENS_8K} {BF16_GRADIENTS}"),
+        on_four("7B", f"{TP2} {TOKENS_8K} {BF16_GRADIENTS} {PP2}"),
+        on_four("7B", f"{PP4} {TOKENS_8K} {BF16_GRADIENTS}"),
+        Case("8B-A1B", f"{BF16} {TOKENS_8K} {AUX_LOSS}"),
+        Case("7B", f"{BF16} {TOKENS_8K} {CHECKPOINTING}"),
+        on_four("7B", f"{BF16} {TOKENS_8K} {CHECKPOINTING} {ZERO2}"),
+        on_four("7B", f"{BF16} {TOKENS_8K} {CHECKPOINTING} {HYBRID}"),
     ],
     "Megatron on two H200": [
         on_two("7B", TOKENS_8K),
@@ -137,7 +155,7 @@ def read_peaks(section: str) -> list[tuple[str, float, float]]:
     """Return (first cell, peak, estimate) of each row that has both."""
     peaks = []
     for header, rows in read_tables(section):
-        columns = [i for i, name in enumerate(header) if name.startswith("peak GiB (estimate)")]
+        columns = [i for i, name in enumerate(header) if name.startswith("peak GiB (estimate")]
         for row in rows:
             match = PEAK.match(row[columns[0]]) if columns else None
             if match:
