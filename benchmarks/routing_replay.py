@@ -1,7 +1,8 @@
 """What routing replay changes: the gap between vLLM's and the trainer's log-probabilities.
 
     python benchmarks/routing_replay.py 8B-A1B engine.param_dtype=bfloat16 \\
-        [--updates 30] [--prompts 64] [--n 8] [--tokens 256] [key=value ...]
+        rollout.gpu_memory_utilization=0.6 [--updates 30] [--minutes 60] [--prompts 64] [--n 8] \\
+        [--tokens 256] [key=value ...]
     python benchmarks/routing_replay.py tiny-MoE optim.lr=1e-3 --prompts 8 --tokens 64
 
 Trains a mixture of experts of benchmarks/shapes.py, with random weights and one GPU or CPU, twice:
@@ -11,12 +12,16 @@ of a response is the share of its tokens with an even number, relative to its gr
 Prints a Markdown table: the mean and the largest gap [nats] over the response tokens of all
 updates, the gap in the first and in the last five updates, the share of tokens' experts that the
 trainer would have chosen differently, and the median seconds of an update (generation, training and
-weight sync; the pass that measures the gap does not count).
+weight sync; the pass that measures the gap does not count). The columns are preceded by the number
+of updates, since after --minutes no further update of a case starts.
 """
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from statistics import fmean, median
 
@@ -33,7 +38,6 @@ from benchmarks.harness import (
     model_settings,
     print_header,
     print_row,
-    run_quietly,
 )
 from benchmarks.shapes import EXPERTS, make_model
 from config import load
@@ -43,6 +47,7 @@ from engines.parallel import device
 from rollout.vllm.engine import Rollout
 
 PROMPT_TOKENS = 32
+PROGRESS = "update"  # how the lines of a case begin that tell how far it is
 FEW_UPDATES = 5  # at the beginning and at the end
 
 
@@ -91,7 +96,10 @@ def run_updates(config: DictConfig, arguments: argparse.Namespace) -> dict[str, 
     prompts = make_prompts(arguments.prompts, rollout.vocab_size)
     repeated = [prompt for prompt in prompts for _ in range(arguments.n)]
     results = {"mean": [], "largest": [], "mismatch": [], "seconds": []}
+    begin = time.monotonic()
     for step in range(arguments.updates):
+        if time.monotonic() - begin > 60 * arguments.minutes:
+            break
         start = device.synchronize()
         rollout.wake("weights")
         rollout.update_weights(engine.export_weights())
@@ -112,8 +120,29 @@ def run_updates(config: DictConfig, arguments: argparse.Namespace) -> dict[str, 
         results["largest"].append(gap.max().item())
         results["mismatch"].append(metrics.get("routing_mismatch", float("nan")))
         results["seconds"].append(end - measured + generated - start)
+        print(
+            f"{PROGRESS} {step + 1}: gap {results['mean'][-1]:.2e}, {end - start:.1f} s", flush=True
+        )
     rollout.shutdown()
     return results
+
+
+def run_case(replays: str) -> dict[str, list[float]]:
+    """Run a case in a process of its own, and show its progress on stderr.
+
+    vLLM takes the process group with it when it ends, so no second case can follow in a process.
+    """
+    command = [sys.executable, *sys.argv, "--case", replays]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        for line in process.stdout:
+            if line.startswith(PROGRESS):
+                print(f"rollout.routing_replay={replays}, {line}", end="", file=sys.stderr)
+            last_line = line
+        if process.wait():
+            errors.seek(0)
+            sys.exit(f"{errors.read()[-4000:]}\nexit code {process.returncode}")
+    return json.loads(last_line)
 
 
 def load_config(arguments: argparse.Namespace, replays: str) -> DictConfig:
@@ -136,6 +165,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("shape", choices=EXPERTS)
     parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--updates", type=int, default=30)
+    parser.add_argument("--minutes", type=float, default=60, help="for the updates of each case")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--n", type=int, default=8, help="responses to each prompt")
     parser.add_argument("--tokens", type=int, default=256, help="of each response, at most")
@@ -154,6 +184,7 @@ def main() -> None:
     print_header(
         "shape",
         "rollout.routing_replay",
+        "updates",
         "mean gap",
         "largest gap",
         f"mean gap, first {FEW_UPDATES}",
@@ -162,13 +193,12 @@ def main() -> None:
         "s per update",
     )
     for replays in ("false", "true"):
-        # vLLM takes the process group with it when it ends, so each case has its own process.
-        output = run_quietly([sys.executable, *sys.argv, "--case", replays])
-        results = json.loads(output.splitlines()[-1])
+        results = run_case(replays)
         mismatch = fmean(results["mismatch"])
         print_row(
             arguments.shape,
             replays,
+            len(results["mean"]),
             f"{fmean(results['mean']):.2e}",
             f"{max(results['largest']):.2e}",
             f"{fmean(results['mean'][:FEW_UPDATES]):.2e}",

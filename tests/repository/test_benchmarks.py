@@ -99,8 +99,8 @@ SMOKES = {
     "routing_replay.py": Smoke(
         "tiny-MoE --updates 2 --prompts 2 --n 2 --tokens 8 rollout.kv_cache_gib=0.05 "
         "--models MODELS",
-        r"\| tiny-MoE \| false \| (\d\.\d\de-0\d \| ){4} \| \d+\.\d\d \|\n"
-        r"\| tiny-MoE \| true \| (\d\.\d\de-0\d \| ){4}\d\.\d\d% \| \d+\.\d\d \|\n",
+        r"\| tiny-MoE \| false \| 2 \| (\d\.\d\de-0\d \| ){4} \| \d+\.\d\d \|\n"
+        r"\| tiny-MoE \| true \| 2 \| (\d\.\d\de-0\d \| ){4}\d\.\d\d% \| \d+\.\d\d \|\n",
     ),
     "weight_sync_h200.py": Smoke(
         'tiny "" --repeats 1 --models MODELS',
