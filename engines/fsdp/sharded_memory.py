@@ -28,6 +28,7 @@ from engines.memory_terms import (
     teacher_matrix_bytes,
     teacher_outputs_bytes,
 )
+from engines.model import float8
 from engines.model.experts import expert_weights, experts_per_token
 from engines.model.hf import layer_modules, read_hf_config
 from engines.model.shape import attention_widths
@@ -291,7 +292,8 @@ def layer_bytes_per_token(setup: Setup) -> float:
     These are the residual and normalized inputs; q, k, v and the attention output; gate, up and
     their product. With experts, the last three exist for each expert that a token is sent to, and
     so do a copy of the token and the expert's output. Without torch.compile, there are also the
-    fp32 copies in both norms and the gate's activation.
+    fp32 copies in both norms and the gate's activation. With products in FP8, a compiled layer
+    computes the normalized inputs and the product of gate and up again in its backward pass.
     """
     shape = setup.shape
     hidden = shape.hidden_size
@@ -315,10 +317,26 @@ def layer_bytes_per_token(setup: Setup) -> float:
         + 3 * intermediate
         + 2 * num_experts_per_token * hidden
     )
+    if (
+        setup.is_compiled
+        and float8.is_used(setup.config)
+        and not setup.config.engine.float8_exclude
+    ):
+        num_numbers -= 2 * hidden + intermediate
     num_bytes = num_numbers * setup.compute_bytes
     if not setup.is_compiled:
         num_bytes += 2 * hidden * (4 + 4) + intermediate * setup.compute_bytes
     return num_bytes
+
+
+def recomputes_inputs(setup: Setup) -> bool:
+    """Return whether layers compute the inputs of their products again in the backward pass.
+
+    Measured with compiled layers whose products are all in FP8; other cases may keep some inputs.
+    """
+    config = setup.config
+    has_only_float8 = float8.is_used(config) and not config.engine.float8_exclude
+    return has_only_float8 and setup.is_compiled and config.model.lora.rank == 0
 
 
 def tower_bytes_per_token(setup: Setup) -> float:

@@ -14,6 +14,7 @@ from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.memory import LABELS, Estimate
+from engines.model.hf import read_hf_config
 from tests.support.models import make_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -228,3 +229,24 @@ def test_one_rank_is_wrapped_by_fsdp_only_to_offload(model, pairs):
     config = make_config(model, "engine.compute_dtype=float32", *pairs)
     engine = FSDPEngine(config, CPU, total_steps=2)
     assert isinstance(engine.model, FSDPModule) == bool(pairs)
+
+
+def test_compiled_layers_in_fp8_keep_fewer_activations(model):
+    compiled = ["engine.compute_dtype=bfloat16", "engine.torch_compile=always"]
+    settings = {
+        "bf16": [],
+        "fp8": ["engine.float8=rowwise"],
+        "some fp8": ["engine.float8=rowwise", "engine.float8_exclude=[down_proj]"],
+        "adapters": ["engine.float8=rowwise", "model.lora.rank=4"],
+    }
+    activations = {}
+    for name, pairs in settings.items():
+        config = make_config(model, *compiled, *pairs)
+        (estimate,) = FSDPEngine.estimate_memory(config, 2, "cpu")
+        activations[name] = estimate.activations
+    shape = read_hf_config(model).get_text_config()
+    recomputed = 2 * shape.hidden_size + shape.intermediate_size
+    num_tokens = config.data.max_tokens_per_micro_batch
+    saved = num_tokens * shape.num_hidden_layers * recomputed * 2
+    assert activations["bf16"] - activations["fp8"] == saved
+    assert activations["some fp8"] == activations["adapters"] == activations["bf16"]

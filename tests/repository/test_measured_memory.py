@@ -1,4 +1,4 @@
-"""The memory that docs/benchmarks.md reports as measured, compared with today's estimates.
+"""The memory that the docs report as measured, compared with today's estimates.
 
 Every row with a peak and an estimate is computed again from the settings of its run. The estimate
 has to be the one on the page, and within 5 % of the peak.
@@ -25,7 +25,7 @@ from job.hardware import Hardware
 from job.memory_plan import MemoryPlan
 from tests.repository.pages import PAGES
 
-PAGE = PAGES["docs/benchmarks.md"]
+PAGE = PAGES["docs/benchmarks.md"] + PAGES["docs/precision.md"]
 TOLERANCE = 0.05
 H200_GIB = 139.8
 PEAK = re.compile(r"^(\d+\.\d) \((\d+\.\d)\)$")
@@ -126,6 +126,15 @@ CASES = {
         on_two("0.5B", f"{PP2} {TOKENS_8K}"),
         on_two("0.5B", f"{VPP2} {TOKENS_8K}"),
         on_two("0.5B", f"{DP2} {TOKENS_8K}"),
+    ],
+    "What it costs": [
+        Case("7B", BF16),
+        Case("7B", f"{BF16} engine.float8=tensorwise"),
+        Case("7B", f"{BF16} engine.float8=rowwise"),
+        # two micro-batches
+        Case("7B", BF16),
+        Case("7B", f"{BF16} optim.rounding=nearest"),
+        Case("7B", f"{TOKENS_8K} {CHECKPOINTING} optim.state_dtype=int8"),
     ],
     "Multi-token prediction": [
         Case("0.5B-MTP", MEGATRON),
