@@ -237,7 +237,8 @@ def test_compiled_layers_in_fp8_keep_fewer_activations(model):
         "bf16": [],
         "fp8": ["engine.float8=rowwise"],
         "some fp8": ["engine.float8=rowwise", "engine.float8_exclude=[down_proj]"],
-        "adapters": ["engine.float8=rowwise", "model.lora.rank=4"],
+        "adapters": ["model.lora.rank=4"],
+        "adapters on fp8": ["engine.float8=rowwise", "model.lora.rank=4"],
     }
     activations = {}
     for name, pairs in settings.items():
@@ -249,4 +250,5 @@ def test_compiled_layers_in_fp8_keep_fewer_activations(model):
     num_tokens = config.data.max_tokens_per_micro_batch
     saved = num_tokens * shape.num_hidden_layers * recomputed * 2
     assert activations["bf16"] - activations["fp8"] == saved
-    assert activations["some fp8"] == activations["adapters"] == activations["bf16"]
+    assert activations["some fp8"] == activations["bf16"]
+    assert activations["adapters on fp8"] == activations["adapters"]
