@@ -317,11 +317,7 @@ def layer_bytes_per_token(setup: Setup) -> float:
         + 3 * intermediate
         + 2 * num_experts_per_token * hidden
     )
-    if (
-        setup.is_compiled
-        and float8.is_used(setup.config)
-        and not setup.config.engine.float8_exclude
-    ):
+    if recomputes_inputs(setup) and not num_experts_per_token:
         num_numbers -= 2 * hidden + intermediate
     num_bytes = num_numbers * setup.compute_bytes
     if not setup.is_compiled:
