@@ -119,7 +119,9 @@ def run_round(
     if loss.leaves_torchrun_waiting:
         errors = [message for message in late if "torch.distributed.run" not in message]
     lines = error_lines(folder, loss.survivors)
-    names_rank = any(f"rank {loss.node} was last seen in stage" in line for line in lines)
+    names_rank = any(
+        f"rank {loss.node} on node{loss.node} was last seen in stage" in line for line in lines
+    )
     if loss.kind != "cable" and not names_rank:
         errors.append(f"the other node did not name rank {loss.node} and its stage")
     if not lines:
