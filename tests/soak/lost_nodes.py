@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,12 +51,17 @@ class Loss:
 
 def run_loop(loop: Loop) -> None:
     """Run rounds until the time is up."""
+    with_nodes(loop, run_rounds)
+
+
+def with_nodes(loop: Loop, run_rounds: Callable[[Loop, Nodes], None]) -> None:
+    """Call a function with two nodes; an error of the loop where they cannot be made."""
     try:
         nodes = Nodes()
     except RuntimeError as error:
         message = f"no network namespaces: {error}"
         loop.result.errors.append(message)
-        print(f"nodes: {message}", flush=True)
+        print(f"{loop.name}: {message}", flush=True)
         return
     try:
         run_rounds(loop, nodes)
@@ -64,15 +70,19 @@ def run_loop(loop: Loop) -> None:
         nodes.close()
 
 
-def run_rounds(loop: Loop, nodes: Nodes) -> None:
+def undisturbed_results(loop: Loop, nodes: Nodes) -> dict[str, object]:
+    """Run to the end on both nodes, and return the results."""
     folder = loop.directory / "undisturbed"
     folder.mkdir()
     processes = launch(loop, nodes, folder, "log0", "c10d")
     errors = wait_for_all(processes, SECONDS_OF_RUN)
     if errors or any(process.returncode for process in processes):
         sys.exit(f"the undisturbed run on two nodes failed: {folder}")
-    expected = results_of(folder / "out")
+    return results_of(folder / "out")
 
+
+def run_rounds(loop: Loop, nodes: Nodes) -> None:
+    expected = undisturbed_results(loop, nodes)
     folder = loop.directory / "not_shared"
     loop.result.report(loop.name, errors_of_unshared_directory(loop, nodes, folder), folder)
 
