@@ -100,6 +100,8 @@ class Faults:
             wait_for_moment(self.loop, folder, processes)
             filler = fill(out)
             errors = check_lines_at_end(processes, folder, "the disk is full: ")
+            if not re.search("on node[01] needs", errors.text):
+                errors.append("the node is not named")
             filler.unlink()
             return errors + self.resume(folder)
 
