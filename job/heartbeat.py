@@ -220,12 +220,18 @@ class Heartbeat:
             self.record.has_timed_out = True
             self._write()
         time.sleep(POLL_SECONDS)  # the other ranks time out at about the same time
-        missing = [record for record in self.records() if not record.has_timed_out]
+        records = self.records()
+        missing = [record for record in records if not record.has_timed_out]
         if missing:
             return self._describe(missing)
+        hosts = list(dict.fromkeys(record.host for record in records))
+        advice = ""
+        if len(hosts) > 1:
+            names = ", ".join(hosts[:8]) + (", ..." if len(hosts) > 8 else "")
+            advice = f" (check the network between {names})"
         return (
             f"all ranks wait in stage {self.record.stage!r}: they entered different collectives, "
-            "or cannot reach each other"
+            f"or cannot reach each other{advice}"
         )
 
     def _describe(self, records: list[Record]) -> str:

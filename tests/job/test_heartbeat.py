@@ -190,6 +190,17 @@ def test_an_error_of_a_timeout_names_the_ranks_that_have_none(make_ranks, capfd)
     assert line.endswith(f"; they {WAITED}: {error}\n")
 
 
+def test_an_error_of_a_timeout_on_all_nodes_names_them(make_ranks, tmp_path, capfd):
+    (first,) = make_ranks(0)
+    first.ended.set()
+    other = Record(1, 1, "start", has_timed_out=True)
+    (tmp_path / "node1").write_text(json.dumps(asdict(other)) + "\n")
+    first._explain(RuntimeError, RuntimeError("[gloo] Timed out waiting 1000ms"), None)
+    line = capfd.readouterr().err
+    assert "or cannot reach each other (check the network between " in line
+    assert "node1" in line.partition("network between ")[2].partition(")")[0]
+
+
 def test_records_are_those_of_all_nodes_by_rank(make_ranks, tmp_path):
     make_ranks(0, 0)
     others = [Record(3, entered=2, stage="data", step=1), Record(2, stage="start")]

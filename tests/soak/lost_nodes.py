@@ -134,6 +134,8 @@ def run_round(
     )
     if loss.kind != "cable" and not names_rank:
         errors.append(f"the other node did not name rank {loss.node} and its stage")
+    if loss.kind == "cable" and not any("node0" in line and "node1" in line for line in lines):
+        errors.append("the nodes without a network are not named")
     if not lines:
         errors.append("no line begins with error:")
 
