@@ -104,7 +104,7 @@ thorough: $(filter .venv,$(VENV))     ## further layouts, benchmarks and other p
 quick: $(filter .venv,$(VENV))        ## the tests that start no torchrun: 100 seconds
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow" --durations 10 tests
 
-soak: $(filter .venv,$(VENV))         ## runs that are killed at random moments, compared with runs left alone: 32 minutes
+soak: $(filter .venv,$(VENV))         ## runs that are killed at random moments, compared with runs left alone: 50 minutes
 	$(VENV)/bin/python -m tests.soak
 
 lint: $(filter .venv,$(VENV))         ## how the code reads: ruff's rules and format, and tests/lint.py

@@ -175,7 +175,7 @@ def set_up(config, grader):
     check_column_keys(config.data, run.datasets())
     check_token_ids(config, hf_config, run.tokenizer, run.datasets())
     on_rank0(check_rows, config, run.train)
-    models.check_conversations(config, run.datasets().values())
+    models.check_conversations(config, run.datasets())
     notices = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}
     for notice in notices:
         if notice and run.rank == 0:

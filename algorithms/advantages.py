@@ -271,14 +271,29 @@ def gdpo(
     The sum of weight * grpo(part), then whitened over all responses. So a part counts by its
     weight, however widely it is spread. The returns are the weighted sums of the parts.
     """
-    advantages = torch.zeros(len(group), dtype=torch.float64)
     returns = torch.zeros(len(group), dtype=torch.float64)
     for name, part in parts.items():
-        normalized, _ = grpo(part.double(), group)
-        advantages += part_weights[name] * normalized
         returns += part_weights[name] * part.double()
+    advantages = sum_of_normalized(parts, part_weights, group)
     whitened = whiten(advantages, torch.ones_like(advantages))
     return whitened.float(), returns.float()
+
+
+def sum_of_normalized(
+    parts: Mapping[str, Tensor], part_weights: Mapping[str, float], group: Tensor
+) -> Tensor:
+    """Return the sum of weight * grpo(part), gdpo's advantages before whitening: [n] float64.
+
+    Where the parts cancel up to rounding, the sum is 0. Otherwise, whitening could magnify the
+    rest.
+    """
+    total = torch.zeros(len(group), dtype=torch.float64)
+    size = torch.zeros(len(group), dtype=torch.float64)
+    for name, part in parts.items():
+        normalized, _ = grpo(part.double(), group)
+        total += part_weights[name] * normalized
+        size += (part_weights[name] * normalized).abs()
+    return torch.where(total.abs() > 1e-5 * size, total, 0)
 
 
 ADVANTAGES = {

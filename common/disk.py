@@ -4,11 +4,13 @@ import errno
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from config import InputError
+from configs.environment import has_several_nodes
 
 FULL_REASONS = {
     errno.ENOSPC: "the disk is full",
@@ -37,9 +39,11 @@ def writing(path: Path, num_bytes: int | None = None) -> Iterator[None]:
         needed = f"more than {format_bytes(size(path))}"
     else:
         needed = format_bytes(num_bytes)
+    # Another node may have room there: a disk of its own, or another quota.
+    on_node = f" on {socket.gethostname()}" if has_several_nodes() else ""
     raise InputError(
-        f"{reason}: {path} needs {needed}, {format_bytes(free(path))} are free; make room and run "
-        "the same command again; files that were complete are kept"
+        f"{reason}: {path}{on_node} needs {needed}, {format_bytes(free(path))} are free; make room "
+        "and run the same command again; files that were complete are kept"
     )
 
 

@@ -43,6 +43,14 @@ def is_first_of_node() -> bool:
     return read_number("LOCAL_RANK", read_number("RANK", 0)) == 0
 
 
+def has_several_nodes() -> bool:
+    """Return whether the ranks of this run are on several nodes, as far as the launcher tells."""
+    num_ranks = read_number("WORLD_SIZE", 1)
+    num_local = read_number("LOCAL_WORLD_SIZE", num_ranks)
+    num_slurm_nodes = read_number("SLURM_NNODES", 1) if num_ranks > 1 else 1
+    return num_local < num_ranks or num_slurm_nodes > 1
+
+
 def read_number(name: str, default: int) -> int:
     """Return the value of a variable: the default if it is not set, 0 if it is no valid number."""
     if name not in os.environ:

@@ -70,6 +70,24 @@ def find_unseen(row: dict, response: str, chat: ChatTokenizer, options) -> list[
     return [field for field in dict.fromkeys(lost) if field not in arguments]
 
 
+def form_of(row: dict, chat: ChatTokenizer, options) -> tuple:
+    """Return what a chat template tells rows apart by, except for their texts.
+
+    These are the role and the filled fields of each message, whether there are tools, and the
+    template's arguments.
+    """
+    row, _ = read_shape(row, options, with_response=False)
+    messages = read_messages(row, bool(chat.tokenizer.chat_template), options)
+    if messages is None:
+        return ()
+    turns = []
+    for message in messages:
+        filled = [name for name, value in message.items() if value not in (None, "", [])]
+        turns.append((message["role"], *sorted(filled)))
+    inputs = template_inputs(row, chat.parameters, options)
+    return (*turns, bool(inputs.tools), repr(inputs.arguments))
+
+
 def conversation_of(row: dict, response: str, chat: ChatTokenizer, options) -> Conversation | None:
     """Return the rendered conversation; None if prompt and response are plain text."""
     row, _ = read_shape(row, options, with_response=False)

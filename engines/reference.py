@@ -5,6 +5,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from config import InputError, defaults
+from engines.model.experts import with_own_experts
 
 
 def reference_config(config: DictConfig) -> DictConfig:
@@ -15,7 +16,7 @@ def reference_config(config: DictConfig) -> DictConfig:
         "lora": defaults("model.lora"),
         "mtp": defaults("model.mtp"),
     }
-    return OmegaConf.merge(config, {"model": model})
+    return with_own_experts(OmegaConf.merge(config, {"model": model}))
 
 
 def check_same_vocabulary(config: DictConfig, role: str, hf_config: Any, policy: Any) -> None:

@@ -16,6 +16,7 @@ from data.batching.batch import Batch
 from data.batching.plan import MicroBatches
 from engines.base import Engine
 from engines.divergence import Divergence, TeacherHead
+from engines.model.experts import with_own_experts
 from engines.teacher import Distillation, HiddenHead, TopKHead
 from engines.teacher_settings import distill_group, distill_settings, has_several
 
@@ -31,7 +32,8 @@ def teacher_config(config: DictConfig, path: str) -> DictConfig:
         "mtp": defaults("model.mtp"),
     }
     # It has no teacher itself.
-    return OmegaConf.merge(without_teacher(config), {"model": model})
+    changed = OmegaConf.merge(without_teacher(config), {"model": model})
+    return with_own_experts(changed)
 
 
 def without_teacher(config: DictConfig) -> DictConfig:

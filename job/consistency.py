@@ -2,7 +2,9 @@
 
 import hashlib
 import importlib.metadata
+import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -30,7 +32,8 @@ def check_ranks_agree(config) -> None:
     own = describe_rank(config)
     digests = gather_values(digest(repr(own).encode()))
     if len(set(digests)) > 1:
-        raise InputError(first_difference(gather_values(own)))
+        hosts = gather_values(socket.gethostname())
+        raise InputError(first_difference(gather_values(own), hosts))
 
 
 def describe_rank(config) -> dict[str, str]:
@@ -89,20 +92,34 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def first_difference(setups: list[dict[str, str]]) -> str:
+def first_difference(setups: list[dict[str, str]], hosts: list[str]) -> str:
     """Return an error message for the first entry that is not the same on all ranks.
 
     Args:
         setups: the result of describe_rank() on every rank.
+        hosts: the node of every rank; they are named if there are several.
     """
     names = dict.fromkeys(name for setup in setups for name in setup)
     for name in names:
         values = [setup.get(name, "missing") for setup in setups]
         differing = [rank for rank, value in enumerate(values) if value != values[0]]
         if differing:
-            ranks = ", ".join(map(str, differing[:8])) + (", ..." if len(differing) > 8 else "")
             return (
-                f"{name} differs between ranks: {values[0]} on rank 0, {values[differing[0]]} on "
-                f"rank {ranks}: {ADVICE}"
+                f"{name} differs between ranks: {values[0]} on {describe_ranks([0], hosts)}, "
+                f"{values[differing[0]]} on {describe_ranks(differing, hosts)}: {ADVICE}"
             )
     return f"the ranks have the same settings in another order: {ADVICE}"
+
+
+def describe_ranks(ranks: list[int], hosts: list[str]) -> str:
+    """Return "rank 8, 9 (node1)"; the node is left out if all ranks of the run share it."""
+    text = "rank " + shortened(ranks)
+    if len(set(hosts)) == 1:
+        return text
+    return f"{text} ({shortened(dict.fromkeys(hosts[rank] for rank in ranks))})"
+
+
+def shortened(items: Iterable) -> str:
+    """Return the first eight items, separated by commas."""
+    texts = [str(item) for item in items]
+    return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")

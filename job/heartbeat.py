@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ class Record:
         since: when the rank entered the stage (seconds since the epoch, by its own clock).
         alive: when the rank last wrote this record.
         has_timed_out: whether the rank has waited in a collective that timed out.
+        host: the rank's node, if the run has several. The name of the file tells it.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Record:
     since: float = 0.0
     alive: float = 0.0
     has_timed_out: bool = False
+    host: str = ""
 
 
 class Heartbeat:
@@ -83,6 +85,9 @@ class Heartbeat:
         self.lock = threading.Lock()
         self.ended = threading.Event()
         self.seconds_in_collective = seconds_in_collective
+        # By rank: how often a record had not changed, and how often its stage had not.
+        self.unchanged_polls: Counter[int] = Counter()
+        self.polls_in_stage: Counter[int] = Counter()
         self.enter("start")
         self.explain_out_of_memory: Callable[[int, str, int | None], str] | None = None
         self.excepthook = sys.excepthook
@@ -110,15 +115,17 @@ class Heartbeat:
     def records(self) -> list[Record]:
         """Return the records of all ranks that have started, by rank."""
         records = []
-        for file in self.directory.iterdir():
+        files = list(self.directory.iterdir())
+        for file in files:
+            host = file.name if len(files) > 1 else ""
             text = file.read_bytes().replace(b"\0", b"").decode()
-            records += [Record(**json.loads(line)) for line in text.splitlines() if line.strip()]
+            for line in filter(str.strip, text.splitlines()):
+                records.append(replace(Record(**json.loads(line)), host=host))
         return sorted(records, key=lambda record: record.rank)
 
     def _watch(self) -> None:
         # Count polls rather than seconds: clocks differ between nodes, and the whole job may have
         # been suspended for a while.
-        unchanged_polls = Counter()
         previous = []
         while not self.ended.wait(self.interval):
             try:
@@ -126,33 +133,34 @@ class Heartbeat:
                 records = self.records()
             except (OSError, ValueError, TypeError):
                 continue  # a network file system showed half a record: read it again soon
-            unchanged_polls = Counter(
-                {
-                    record.rank: unchanged_polls[record.rank] + 1
-                    for record in records
-                    if record in previous
-                }
-            )
+            self._count_polls(records, previous)
             previous = records
-            silent = [r for r in records if unchanged_polls[r.rank] * self.interval > self.limit]
-            self._end_if_late(records, silent)
+            self._end_if_late(records)
             if self.seconds_in_collective() > self.limit:
                 cause = self.explain_timeout()
                 waiting = [record for record in self.records() if record.has_timed_out]
                 self._end(f"{cause}; the others", waiting)
 
-    def _end_if_late(self, records: list[Record], silent: list[Record]) -> None:
+    def _count_polls(self, records: list[Record], previous: list[Record]) -> None:
+        """Count for how many polls each rank has been silent, and in its stage."""
+        entered = {record.rank: record.entered for record in previous}
+        unchanged = [record.rank for record in records if record in previous]
+        in_stage = [r.rank for r in records if r.entered == entered.get(r.rank)]
+        self.unchanged_polls = Counter({r: self.unchanged_polls[r] + 1 for r in unchanged})
+        self.polls_in_stage = Counter({r: self.polls_in_stage[r] + 1 for r in in_stage})
+
+    def _end_if_late(self, records: list[Record]) -> None:
         """End the run if ranks are silent, or if they are late and no rank enters a new stage."""
-        now = time.time()
-        late = silent
-        if not late and all(now - record.since > self.limit for record in records):
+        limit = self.limit / self.interval
+        late = [record for record in records if self.unchanged_polls[record.rank] > limit]
+        if not late and all(self.polls_in_stage[record.rank] > limit for record in records):
             most_entered = max(record.entered for record in records)
             late = [record for record in records if record.entered < most_entered]
         if late:
             waiting = [record for record in records if record not in late]
             stage = self.record.stage
             self._end(
-                f"{describe(late, now)}, while the other ranks wait in stage {stage!r}; they",
+                f"{self._describe(late)}, while the other ranks wait in stage {stage!r}; they",
                 waiting,
             )
 
@@ -193,7 +201,7 @@ class Heartbeat:
         alive_ranks = {record.rank for record in self.records()} - gone_ranks
         if self.rank == min(alive_ranks):
             print_error(
-                f"{describe(gone, time.time())}: {error}; look for its own error, or, if there is "
+                f"{self._describe(gone)}: {error}; look for its own error, or, if there is "
                 "none, whether its node is lost or the kernel has killed it for lack of memory "
                 "(dmesg)"
             )
@@ -212,13 +220,35 @@ class Heartbeat:
             self.record.has_timed_out = True
             self._write()
         time.sleep(POLL_SECONDS)  # the other ranks time out at about the same time
-        missing = [record for record in self.records() if not record.has_timed_out]
+        records = self.records()
+        missing = [record for record in records if not record.has_timed_out]
         if missing:
-            return describe(missing, time.time())
+            return self._describe(missing)
+        hosts = list(dict.fromkeys(record.host for record in records))
+        advice = ""
+        if len(hosts) > 1:
+            names = ", ".join(hosts[:8]) + (", ..." if len(hosts) > 8 else "")
+            advice = f" (check the network between {names})"
         return (
             f"all ranks wait in stage {self.record.stage!r}: they entered different collectives, "
-            "or cannot reach each other"
+            f"or cannot reach each other{advice}"
         )
+
+    def _describe(self, records: list[Record]) -> str:
+        """Describe where missing ranks were last seen."""
+        places = []
+        for record in records:
+            on_host = f" on {record.host}" if record.host else ""
+            of_step = f" of step {record.step}" if record.step is not None else ""
+            # By the rank's own clock until it was silent, since clocks differ between nodes.
+            seconds_silent = self.unchanged_polls[record.rank] * self.interval
+            minutes = (record.alive - record.since + seconds_silent) / 60
+            places.append(
+                f"rank {record.rank}{on_host} was last seen in stage {record.stage!r}{of_step}, "
+                f"entered {minutes:.1f} minutes ago"
+            )
+        ranks = "1 rank is" if len(records) == 1 else f"{len(records)} ranks are"
+        return f"{ranks} missing: {'; '.join(places)}"
 
     def close(self) -> None:
         """Stop watching."""
@@ -230,20 +260,6 @@ def print_error(text: str) -> None:
     """Print an error to standard error, on a line of its own even below a progress bar."""
     tqdm.write(f"error: {text}", file=sys.stderr)
     sys.stderr.flush()
-
-
-def describe(records: list[Record], now: float) -> str:
-    """Describe where missing ranks were last seen; `now` is in seconds since the epoch."""
-    places = []
-    for record in records:
-        of_step = f" of step {record.step}" if record.step is not None else ""
-        minutes = (now - record.since) / 60
-        places.append(
-            f"rank {record.rank} was last seen in stage {record.stage!r}{of_step}, entered "
-            f"{minutes:.1f} minutes ago"
-        )
-    ranks = "1 rank is" if len(records) == 1 else f"{len(records)} ranks are"
-    return f"{ranks} missing: {'; '.join(places)}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

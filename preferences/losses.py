@@ -18,6 +18,7 @@ from engines.base import LossFn
 
 KEY = "algorithm.loss"
 OWN_KEYS = ("beta", "label_smoothing")  # keys of `algorithm` that are parameters of the loss
+KTO_WEIGHTS = ("desirable_weight", "undesirable_weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,8 @@ class PreferenceLoss:
         reads = plugins.parameters(raw)
         vocabulary = NAMES[plugins.inputs_of_one_kind(KEY, name, reads, NAMES)]
         kwargs = own_parameters(algorithm, name, reads)
+        if name == "kto":
+            check_kto_weights(kwargs)
         function = plugins.find(
             KEY, name, PREFERENCE_LOSSES, vocabulary, "algorithm.loss_kwargs", kwargs
         )
@@ -211,6 +214,21 @@ def own_parameters(algorithm: DictConfig, name: str, reads: set[str]) -> dict[st
             )
         kwargs[key] = value
     return kwargs
+
+
+def check_kto_weights(kwargs: dict[str, Any]) -> None:
+    """Raise InputError for weights of kto that are negative, or of which none is above 0."""
+    weights = {name: kwargs.get(name, 1.0) for name in KTO_WEIGHTS}
+    for name, weight in weights.items():
+        is_number = isinstance(weight, (int, float))  # plugins.find() reports other types
+        if is_number and weight < 0:
+            raise InputError(
+                f"algorithm.loss_kwargs.{name}={weight} must be at least 0: a negative weight "
+                "would teach the opposite of the labels"
+            )
+    if not any(weights.values()):
+        settings = " and ".join(f"algorithm.loss_kwargs.{name}=0" for name in weights)
+        raise InputError(f"{settings} teach nothing: set at least one of them above 0")
 
 
 # -- the answers of a batch ------------------------------------------------------------------------

@@ -8,13 +8,15 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from algorithms.advantages import sum_of_normalized
 from algorithms.dapo import informative, overlong_penalty
 from config import InputError
 from data.batching.order import RowsOfBatch
 from data.prompts import PromptDataset
 from profiling import Profiler
-from rl.functions import inputs_read
+from rl.functions import find_function, inputs_read
 from rl.models import longest_response
+from rl.reward_model import PART as REWARD_MODEL_PART, uses_reward_model
 from rollout.drawing import Request
 from rollout.partial.drawing import PartialSampler
 from rollout.samples import Samples, concat
@@ -98,9 +100,9 @@ class PartialSource:
 def collect(config: DictConfig, source: Source) -> Samples:
     """Return one step's samples.
 
-    With algorithm.filter_groups, groups whose responses all have the same score are left out. More
-    prompts are then drawn, until data.train_batch_size groups are left or there have been
-    max_num_gen_batches draws. The metrics cover everything that was drawn.
+    With algorithm.filter_groups, groups that teach nothing are left out, see
+    informative_responses(). More prompts are then drawn, until data.train_batch_size groups are
+    left or there have been max_num_gen_batches draws. The metrics cover everything that was drawn.
 
     Raises InputError if no response could be graded.
     """
@@ -116,7 +118,7 @@ def collect(config: DictConfig, source: Source) -> Samples:
         draws.append(source.draw(num_prompts - num_kept, next_group))
         drawn = concat(draws)
         next_group = int(drawn.group.max()) + 1 if len(drawn) else 0
-        is_informative = informative(drawn.scores, drawn.group)
+        is_informative = informative_responses(config, drawn)
         keep = is_informative if filter_groups.enable else torch.ones_like(is_informative)
         num_kept = len(drawn.group[keep].unique())
         if num_kept >= num_prompts:
@@ -130,6 +132,41 @@ def collect(config: DictConfig, source: Source) -> Samples:
     last_group = drawn.group[keep].unique()[:num_prompts][-1]
     keep &= drawn.group <= last_group
     return replace(drawn.select(keep), metrics=metrics)
+
+
+def informative_responses(config: DictConfig, samples: Samples) -> Tensor:
+    """Return for each response whether its group teaches anything: [n] bool.
+
+    It does if the scores of the group differ, as in DAPO. Two estimators can give a group of
+    different scores the advantage 0, or the reverse, so their own numbers decide, without the
+    penalties for length and divergence: gdpo, which normalizes the parts of the reward one by one,
+    and max_at_k.
+    """
+    numbers = samples.scores
+    estimator = config.algorithm.adv_estimator
+    if estimator == "gdpo" and samples.parts:
+        episodes = samples.episodes
+        parts = {name: episodes.choose(part) for name, part in samples.parts.items()}
+        weights = weights_of_parts(config, samples)
+        advantages = sum_of_normalized(parts, weights, episodes.choose(samples.group))
+        numbers = episodes.repeat(advantages)
+    elif estimator == "max_at_k" and len(samples):
+        episodes = samples.episodes
+        estimate = find_function(config, "adv_estimator")
+        group = episodes.choose(samples.group)
+        advantages, _ = estimate(outcome=episodes.choose(samples.scores), group=group)
+        numbers = episodes.repeat(advantages)
+    return informative(numbers, samples.group)
+
+
+def weights_of_parts(config: DictConfig, samples: Samples) -> dict[str, float]:
+    """Return the weight of each named part in the scores."""
+    weights = dict(config.reward.weights)
+    default = 0.0 if weights else 1.0
+    weights = {name: weights.get(name, default) for name in samples.parts}
+    if uses_reward_model(config):
+        weights[REWARD_MODEL_PART] = config.reward.model.weight
+    return weights
 
 
 def with_baselines(

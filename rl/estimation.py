@@ -18,13 +18,18 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from algorithms.aggregation import token_mean
-from algorithms.dapo import informative
 from algorithms.kl import adapt
 from algorithms.packed import whiten
 from algorithms.rollout_correction import keep_mask, moments_by_age, off_policy
 from algorithms.value_loss import explained_variance
 from config import InputError
-from rl.collecting import penalized_scores, score_metrics, spread
+from rl.collecting import (
+    informative_responses,
+    penalized_scores,
+    score_metrics,
+    spread,
+    weights_of_parts,
+)
 from rl.functions import (
     AdvantageInputs,
     call_estimator,
@@ -35,7 +40,6 @@ from rl.functions import (
     reads_tokens,
 )
 from rl.models import longest_response
-from rl.reward_model import PART as REWARD_MODEL_PART, uses_reward_model
 from rl.updates import off_policy_metrics
 from rollout.samples import Episodes, Samples
 from rollout.sharing import Share
@@ -178,7 +182,7 @@ def set_advantages(
         **off_policy_gap,
         **rejection.metrics,
         **value_metrics(samples, tokens),
-        **sample_metrics(samples),
+        **sample_metrics(config, samples),
         **samples.metrics,
         **share.metrics,
     }
@@ -308,11 +312,7 @@ def part_weights(config: DictConfig, samples: Samples) -> dict[str, float]:
 
     Raises InputError if the estimator reads the parts, but the scores consist of something else.
     """
-    weights = dict(config.reward.weights)
-    default = 0.0 if weights else 1.0
-    weights = {name: weights.get(name, default) for name in samples.parts}
-    if uses_reward_model(config):
-        weights[REWARD_MODEL_PART] = config.reward.model.weight
+    weights = weights_of_parts(config, samples)
     inputs = inputs_read(config, "adv_estimator")
     if "parts" not in inputs:
         return weights
@@ -453,13 +453,13 @@ def value_metrics(samples: Samples, tokens: ResponseTokens) -> Metrics:
     }
 
 
-def sample_metrics(samples: Samples) -> Metrics:
+def sample_metrics(config: DictConfig, samples: Samples) -> Metrics:
     """Return metrics of the lengths, scores and failures; an episode counts once."""
     episodes = samples.episodes
     response_lengths = episodes.total(samples.response_lengths)
     prompt_lengths = episodes.choose(samples.lengths - samples.response_lengths)
     is_truncated = episodes.choose(samples.truncated)
-    is_informative = episodes.choose(informative(samples.scores, samples.group))
+    is_informative = episodes.choose(informative_responses(config, samples))
     return {
         **spread("response_length", response_lengths.float()),
         **spread("prompt_length", prompt_lengths.float()),

@@ -3,7 +3,7 @@
 These are a critic, a reference, a teacher and a reward model.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +13,7 @@ from configs.errors import errors_about_model
 from data.prompts import PromptDataset
 from engines.build import engine_class
 from engines.heads import Head
+from engines.model.experts import with_own_experts
 from engines.model.hf import read_hf_config
 from engines.reference import check_same_vocabulary, reference_config
 from engines.teacher_settings import teacher_paths, teacher_roles, uses_teacher
@@ -78,7 +79,7 @@ def critic_config(config: DictConfig) -> DictConfig:
         "mtp": defaults("model.mtp"),
     }
     changes = {"model": model, "optim": {"lr": config.critic.lr}}
-    return OmegaConf.merge(without_teacher(config), changes)
+    return with_own_experts(OmegaConf.merge(without_teacher(config), changes))
 
 
 def head_of(role: str) -> Head:
@@ -121,10 +122,12 @@ def check_models(config: DictConfig, world_size: int) -> Any:
     return actor
 
 
-def check_conversations(config: DictConfig, datasets: Iterable[PromptDataset]) -> None:
+def check_conversations(config: DictConfig, datasets: Mapping[str, PromptDataset]) -> None:
     """Raise InputError if there is a reward model that cannot read the prompts. Loads no weights.
 
     Called by all ranks.
+
+    datasets: by the configuration key of their rows.
     """
     if uses_reward_model(config):
         num_tokens = read_hf_config(config.reward.model.path).get_text_config().vocab_size

@@ -7,22 +7,20 @@ reward, beside that of the reward function:
     score = (score of reward.function) + reward.model.weight * (score of the reward model)
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from config import InputError, defaults
-from data.answered import encode_answered, find_unseen
+from data.answered import encode_answered, find_unseen, form_of
 from data.chat.tokenizer import ChatTokenizer, load_tokenizer
-from data.prompts import PromptDataset
+from data.prompts import Prompt, PromptDataset
 from data.tokenization import plain_options
 from engines.model.classifier import check_is_reward_model
-from engines.model.experts import experts_per_token
-from engines.model.hf import read_hf_config
+from engines.model.experts import with_own_experts
 from engines.model.model_files import is_only_described
+from engines.parallel.device import on_rank0
 from engines.teaching import without_teacher
 from rl.functions import inputs_read
 
@@ -37,10 +35,7 @@ def uses_reward_model(config: DictConfig) -> bool:
 
 
 def reward_model_config(config: DictConfig) -> DictConfig:
-    """Return the reward model's configuration: a model without adapters, MTP layers or freezing.
-
-    If it has no experts, the settings for those of the policy are left out.
-    """
+    """Return the reward model's configuration: a model without adapters, MTP layers or freezing."""
     model = {
         "path": config.reward.model.path,
         "freeze": [],
@@ -48,17 +43,8 @@ def reward_model_config(config: DictConfig) -> DictConfig:
         "mtp": defaults("model.mtp"),
     }
     data = {"chat_template": None}  # It has its own.
-    engine: dict[str, Any] = {"router_aux_loss_coef": None}  # It is not trained.
-    divides_experts = config.engine.get("expert_model_parallel_size", 1) > 1
-    if divides_experts and not has_experts(config.reward.model.path):
-        engine["expert_model_parallel_size"] = 1
-    changes = {"model": model, "data": data, "engine": engine}
-    return OmegaConf.merge(without_teacher(config), changes)
-
-
-def has_experts(path: str) -> bool:
-    """Return whether a model is a mixture of experts, by its config.json."""
-    return experts_per_token(read_hf_config(path).get_text_config()) > 0
+    changes = {"model": model, "data": data}
+    return with_own_experts(OmegaConf.merge(without_teacher(config), changes))
 
 
 def check_reward_model(config: DictConfig) -> None:
@@ -121,33 +107,61 @@ def load_chat(config: DictConfig) -> ChatTokenizer:
 
 
 def check_conversations(
-    config: DictConfig, datasets: Iterable[PromptDataset], num_tokens: int
+    config: DictConfig, datasets: Mapping[str, PromptDataset], num_tokens: int
 ) -> None:
-    """Raise InputError if the reward model cannot read the first prompts with a response.
+    """Raise InputError if the reward model cannot read a prompt with a response.
 
-    Rank 0 prints what its chat template leaves out of them.
+    Rank 0 reads all rows, and renders the first one of each form (data.answered.form_of). It prints
+    what the chat template leaves out of them. Called by all ranks.
 
     Args:
+        datasets: by the configuration key of their rows.
         num_tokens: the rows of its embedding.
     """
+    on_rank0(read_conversations, config, datasets, num_tokens)
+
+
+def read_conversations(
+    config: DictConfig, datasets: Mapping[str, PromptDataset], num_tokens: int
+) -> None:
+    """See check_conversations()."""
     chat = load_chat(config)
     options = plain_options(config.data)
     setting = f"{KEY}={config.reward.model.path}"
-    for dataset in datasets:
-        try:
-            (ids,) = encode_answered([dataset[0].row], ["1"], chat, options)
-        except InputError as error:
-            raise InputError(f"{setting}: {error}") from None
-        unseen = find_unseen(dataset[0].row, "1", chat, options)
-        if unseen and dist.get_rank() == 0:
-            print(
-                f"warning: {setting}: its chat template leaves out {' and '.join(unseen)} of the "
-                "first row, so the reward model does not see them",
-                flush=True,
-            )
-        if max(ids) >= num_tokens:
-            raise InputError(
-                f"{setting} has an embedding of {num_tokens} tokens, and its tokenizer writes the "
-                f"token {chat.decode([max(ids)])!r} ({max(ids)}): use the tokenizer that belongs "
-                "to the model"
-            )
+    warned: set[str] = set()
+    for key, dataset in datasets.items():
+        for index in first_of_each_form(dataset, chat, options):
+            row = dataset.rows[index]
+            place = f"prompt {index + 1} of {key} ({opening(dataset[index])})"
+            try:
+                (ids,) = encode_answered([row], ["1"], chat, options)
+            except InputError as error:
+                raise InputError(f"{setting}: {place}: {error}") from None
+            if max(ids) >= num_tokens:
+                raise InputError(
+                    f"{setting} has an embedding of {num_tokens} tokens, and its tokenizer writes "
+                    f"the token {chat.decode([max(ids)])!r} ({max(ids)}) for {place}: use the "
+                    "tokenizer that belongs to the model"
+                )
+            unseen = find_unseen(row, "1", chat, options)
+            if set(unseen) - warned:
+                print(
+                    f"warning: {setting}: its chat template leaves out {' and '.join(unseen)} of "
+                    f"{place}, so the reward model does not see them",
+                    flush=True,
+                )
+                warned |= set(unseen)
+
+
+def first_of_each_form(dataset: PromptDataset, chat: ChatTokenizer, options) -> list[int]:
+    """Return the first prompt of each form, as indices."""
+    first: dict[tuple, int] = {}
+    for index in range(len(dataset)):
+        first.setdefault(form_of(dataset.rows[index], chat, options), index)
+    return list(first.values())
+
+
+def opening(prompt: Prompt) -> str:
+    """Return the beginning of a prompt's question, in quotes, for messages."""
+    text = prompt.question or prompt.text
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")

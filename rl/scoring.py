@@ -9,7 +9,6 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
-from algorithms.dapo import informative
 from config import InputError
 from configs.errors import errors_about_model
 from data.answered import encode_answered
@@ -19,7 +18,7 @@ from engines.base import Engine
 from engines.context_parallel import sequence_limit
 from engines.parallel.device import on_all_ranks
 from rl import updates
-from rl.collecting import score_metrics
+from rl.collecting import informative_responses, score_metrics
 from rl.reward_model import KEY, PART, load_chat
 from rollout.exchange import sum_over_ranks
 from rollout.samples import Samples
@@ -107,12 +106,14 @@ def add_to_scores(config: DictConfig, samples: Samples) -> Samples:
     if not parts and config.reward.function != NO_FUNCTION:
         parts[FUNCTION_PART] = samples.scores
     scores = samples.scores + config.reward.model.weight * scores_of_model
-    is_informative = informative(scores, samples.group)
     metrics = samples.metrics | score_metrics(scores)
-    metrics["reward/informative_groups"] = is_informative.float().mean().item()
     for name, part in parts.items():
         metrics[f"reward/{name}/mean"] = part.mean().item()
-    return replace(samples, scores=scores, parts=parts | {PART: scores_of_model}, metrics=metrics)
+    parts[PART] = scores_of_model
+    scored = replace(samples, scores=scores, parts=parts, metrics=metrics)
+    is_informative = informative_responses(config, scored)
+    metrics["reward/informative_groups"] = is_informative.float().mean().item()
+    return scored
 
 
 def check_part_names(config: DictConfig, names: Iterable[str]) -> None:

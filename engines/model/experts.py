@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from config import InputError
+from engines.model.hf import read_hf_config
 from engines.model.quirks import EXPERTS_PER_TOKEN_KEYS
 
 
@@ -28,6 +31,33 @@ def experts_per_token(hf_config) -> int:
         if isinstance(value, int):
             return value
     return 0
+
+
+def with_own_experts(config: DictConfig) -> DictConfig:
+    """Return the configuration of a model beside the trained one, with settings for its experts.
+
+    Without experts, there is nothing to divide over ranks, and no loss of routers, whatever the
+    trained model has.
+
+    Args:
+        config: the configuration of this model, with the settings for the trained one's experts.
+    """
+    engine = config.engine
+    divides_experts = engine.get("expert_model_parallel_size", 1) > 1
+    has_loss = engine.router_aux_loss_coef is not None
+    if not divides_experts and not has_loss:
+        return config
+    try:
+        hf_config = read_hf_config(config.model.path).get_text_config()
+    except InputError:
+        return config  # the check of the model reports it, with the key of its path
+    is_dense = experts_per_token(hf_config) == 0
+    changes: dict[str, Any] = {}
+    if has_loss and (is_dense or getattr(hf_config, "router_aux_loss_coef", None) is None):
+        changes["router_aux_loss_coef"] = None
+    if divides_experts and is_dense:
+        changes["expert_model_parallel_size"] = 1
+    return OmegaConf.merge(config, {"engine": changes})
 
 
 def check_experts_per_token(hf: nn.Module, hf_config, path: str) -> None:

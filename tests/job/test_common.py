@@ -2,6 +2,7 @@
 
 import errno
 import json
+import socket
 import zlib
 
 import pytest
@@ -34,6 +35,27 @@ def test_room_is_required_on_the_disk_of_a_path_that_does_not_exist_yet(tmp_path
     disk.require(path, num_free // 2)
     with pytest.raises(InputError, match=rf"the disk is full: {path} needs .* MiB, .* are free"):
         disk.require(path, 2 * num_free)
+
+
+@pytest.mark.parametrize(
+    "variables, names_node",
+    [
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, True),
+        ({"WORLD_SIZE": "16", "SLURM_NNODES": "2"}, True),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "SLURM_NNODES": "1"}, False),
+        ({"SLURM_NNODES": "2"}, False),
+    ],
+)
+def test_a_full_disk_names_its_node_if_there_are_several(
+    tmp_path, monkeypatch, variables, names_node
+):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    place = f"{tmp_path} on {socket.gethostname()}" if names_node else f"{tmp_path}"
+    with pytest.raises(InputError, match=f"the disk is full: {place} needs"):
+        disk.require(tmp_path, 2 * disk.free(tmp_path))
 
 
 def test_sizes_of_files_and_directories(tmp_path):

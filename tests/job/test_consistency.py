@@ -38,8 +38,15 @@ def test_equal_ranks_have_no_difference(tmp_path):
 def test_the_first_key_that_differs_is_named_with_its_ranks(tmp_path):
     setup = describe_rank(configure(tmp_path))
     other = describe_rank(configure(tmp_path, "optim.lr=5e-2", "rollout.n=4"))
-    assert first_difference([setup, setup, other, other]).startswith(
+    assert first_difference([setup, setup, other, other], ["a"] * 4).startswith(
         "rollout.n differs between ranks: 8 on rank 0, 4 on rank 2, 3: start all ranks"
+    )
+
+
+def test_nodes_that_differ_are_named():
+    setups = [{"torch": version} for version in ("2.11", "2.11", "2.12", "2.12")]
+    assert first_difference(setups, ["a", "a", "b", "b"]).startswith(
+        "torch differs between ranks: 2.11 on rank 0 (a), 2.12 on rank 2, 3 (b): start all ranks"
     )
 
 
@@ -47,7 +54,9 @@ def test_a_file_that_the_configuration_names_is_compared(tmp_path, monkeypatch):
     before = describe_rank(configure(tmp_path))
     (tmp_path / "mine.py").write_text("def f(response):\n    return 1.0\n")
     after = describe_rank(configure(tmp_path))
-    assert first_difference([before, after]).startswith(f"the file {tmp_path}/mine.py differs")
+    assert first_difference([before, after], ["a", "a"]).startswith(
+        f"the file {tmp_path}/mine.py differs"
+    )
     assert files_named_in(["x" * 5000, 3, str(tmp_path)]) == []
     file = tmp_path / "mine.py"
     assert files_named_in([3, "x" * 5000, f"{file}:f"]) == [file]

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -82,6 +82,31 @@ def test_a_rank_in_an_earlier_stage_is_named_by_a_waiting_one(make_ranks, exits,
     assert capfd.readouterr().err == (
         "error: 1 rank is missing: rank 0 was last seen in stage 'reward' of step 7, entered 0.0 "
         f"minutes ago, while the other ranks wait in stage 'actor_update'; they {WAITED}\n"
+    )
+
+
+@pytest.mark.parametrize("seconds_ahead", [3600, -3600])
+def test_a_late_rank_on_a_node_with_another_clock_is_named_in_time(
+    make_ranks, exits, capfd, tmp_path, seconds_ahead
+):
+    """The clock of its node is an hour ahead, or behind."""
+    (waiting,) = make_ranks(0)
+    waiting.enter("reward", 7)
+    waiting.enter("actor_update", 7)
+    begin = time.time() + seconds_ahead
+    deadline = time.monotonic() + 30
+    while not exits:
+        assert time.monotonic() < deadline
+        late = Record(1, 2, "reward", 7, begin, time.time() + seconds_ahead)
+        unfinished = tmp_path.parent / "record"
+        unfinished.write_text(json.dumps(asdict(late)) + "\n")
+        unfinished.rename(tmp_path / "node1")
+        time.sleep(0.01)
+    assert exits == [1]
+    assert capfd.readouterr().err == (
+        "error: 1 rank is missing: rank 1 on node1 was last seen in stage 'reward' of step 7, "
+        "entered 0.0 minutes ago, while the other ranks wait in stage 'actor_update'; they "
+        f"{WAITED}\n"
     )
 
 
@@ -165,6 +190,17 @@ def test_an_error_of_a_timeout_names_the_ranks_that_have_none(make_ranks, capfd)
     assert line.endswith(f"; they {WAITED}: {error}\n")
 
 
+def test_an_error_of_a_timeout_on_all_nodes_names_them(make_ranks, tmp_path, capfd):
+    (first,) = make_ranks(0)
+    first.ended.set()
+    other = Record(1, 1, "start", has_timed_out=True)
+    (tmp_path / "node1").write_text(json.dumps(asdict(other)) + "\n")
+    first._explain(RuntimeError, RuntimeError("[gloo] Timed out waiting 1000ms"), None)
+    line = capfd.readouterr().err
+    assert "or cannot reach each other (check the network between " in line
+    assert "node1" in line.partition("network between ")[2].partition(")")[0]
+
+
 def test_records_are_those_of_all_nodes_by_rank(make_ranks, tmp_path):
     make_ranks(0, 0)
     others = [Record(3, entered=2, stage="data", step=1), Record(2, stage="start")]
@@ -175,5 +211,5 @@ def test_records_are_those_of_all_nodes_by_rank(make_ranks, tmp_path):
     first.close()
     records = first.records()
     assert [record.rank for record in records] == [0, 1, 2, 3, 4]
-    assert records[3] == others[0]
+    assert records[3] == replace(others[0], host="another_node")
     assert [record.entered for record in records] == [1, 1, 0, 2, 1]

@@ -216,6 +216,18 @@ MISTAKES = {
         "algorithm.loss_kwargs.beta: set algorithm.beta instead",
     ),
     "no such loss": (["algorithm.loss=dpoo"], "algorithm.loss=dpoo"),
+    "a negative weight": (
+        ["algorithm.loss=kto", "algorithm.loss_kwargs.undesirable_weight=-0.5"],
+        "algorithm.loss_kwargs.undesirable_weight=-0.5 must be at least 0",
+    ),
+    "no weight": (
+        [
+            "algorithm.loss=kto",
+            "algorithm.loss_kwargs.desirable_weight=0",
+            "algorithm.loss_kwargs.undesirable_weight=0.0",
+        ],
+        "algorithm.loss_kwargs.undesirable_weight=0 teach nothing",
+    ),
     "half of the labels": (["algorithm.label_smoothing=0.5"], "at least 0 and less than 0.5"),
 }
 

@@ -32,6 +32,11 @@ from preferences.reference import (
     role_configs as preference_roles,
 )
 from preferences.settings import check_settings as check_preferences
+from reward_models.settings import (
+    ROLE as REWARD_MODEL,
+    check_model as check_reward_model,
+    check_settings as check_reward_settings,
+)
 from rl.models import check_models, role_configs
 from rl.settings import check_settings
 from rollout.vllm.capacity import count_parameters
@@ -42,6 +47,8 @@ FILES = sorted(ROOT.glob("configs/models/*/*.yaml"))
 GPU_GIB = 79
 NOT_RUN = "# Not run: a dry run has checked the settings and estimated the memory from config.json."
 NUM_ROWS = 256  # a batch
+# The rows of a script; the others read "train".
+DATA = {"train_ppo.py": "problems", "train_rm.py": "pairs"}
 # What vLLM needs for vision-language models, and a CPU build of torch may lack.
 HAS_TORCHVISION = find_spec("torchvision") is not None
 
@@ -53,7 +60,7 @@ class Launch:
     Attributes:
         file: the configuration.
         num_gpus: the number of GPUs of all nodes.
-        script: train_sft.py, train_dpo.py or train_ppo.py.
+        script: train_sft.py, train_dpo.py, train_rm.py or train_ppo.py.
         arguments: the arguments of the script.
     """
 
@@ -125,8 +132,10 @@ def write_rows(directory: Path) -> dict[str, Path]:
     picture = directory / "picture.png"
     Image.fromarray(np.zeros((56, 56, 3), np.uint8)).save(picture)
     files = {}
-    for name in ("train", "problems"):
-        row = {"prompt": "What is 2+3?", "answer": "5", "response": "5"}
+    question = {"prompt": "What is 2+3?"}
+    answered = question | {"answer": "5", "response": "5"}
+    pair = question | {"chosen": "5", "rejected": "6"}
+    for name, row in (("train", answered), ("problems", answered), ("pairs", pair)):
         for kind, more in (("text", {}), ("images", {"images": [str(picture)]})):
             prompt = "<image>" * bool(more) + row["prompt"]
             line = json.dumps({**row, **more, "prompt": prompt}) + "\n"
@@ -148,6 +157,8 @@ def load_launch(launch: Launch, models: dict[str, Path], *more: str) -> DictConf
 
 def roles_of(config: DictConfig) -> dict:
     """Return the configuration of each engine, by role."""
+    if "center_rewards_coefficient" in config.get("algorithm", {}):
+        return {REWARD_MODEL: config}
     if "rollout" in config:
         return role_configs(config)
     if "reference" in config:
@@ -176,6 +187,9 @@ def test_a_launch_is_valid_and_fits(models, name):
         engine_class(config.model_engine).check(config, launch.num_gpus)
     elif launch.script == "train_dpo.py":
         check_preference_models(config, check_preferences(config), launch.num_gpus)
+    elif launch.script == "train_rm.py":
+        check_reward_settings(config)
+        check_reward_model(config, launch.num_gpus)
     else:
         check_settings(config)
         check_models(config, launch.num_gpus)
@@ -206,7 +220,12 @@ def test_no_setting_for_memory_is_there_without_need(models, name):
             assert not fits(config, launch.num_gpus), key
 
 
-DRY_RUNS = ("qwen3_4b/sft on 16", "qwen2_5_vl_7b/sft on 8", "qwen3_30b_a3b/grpo on 16")
+DRY_RUNS = (
+    "qwen3_4b/sft on 16",
+    "qwen3_4b/rm on 8",
+    "qwen2_5_vl_7b/sft on 8",
+    "qwen3_30b_a3b/grpo on 16",
+)
 
 
 @pytest.mark.slow
@@ -215,7 +234,7 @@ def test_dry_runs_on_a_machine_without_gpus_print_that_the_runs_fit(models, tmp_
     requests = {}
     for name in DRY_RUNS:
         launch = LAUNCHES[name]
-        data = "problems" if launch.script == "train_ppo.py" else "train"
+        data = DATA.get(launch.script, "train")
         kind = "images" if "vl" in name else "text"
         requests[name] = [
             launch.script,

@@ -121,3 +121,18 @@ def test_the_padding_of_an_export_is_the_tokenizers_unless_rows_end_with_it(
     config = load("rm.yaml", [f"model.path={tmp_path}/model", f"data.train_files={file}"])
     padding_id = choose_padding(config, tokenizer, [RewardDataset.load(path)])
     assert padding_id == id_of(expected)
+
+
+def test_a_later_row_that_the_template_rejects_is_named(tmp_path):
+    """Every row is rendered, not only the first."""
+    tokenizer = make_tokenizer()
+    rejection = (
+        "{% if 'zebra' in messages[0].content | string %}{{ raise_exception('no') }}{% endif %}"
+    )
+    tokenizer.chat_template = rejection + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path / "model")
+    pairs = [PAIR, PAIR, PAIR | {"prompt": "a zebra"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    files = str(tmp_path / "rows.jsonl")
+    with pytest.raises(InputError, match=r"rows.jsonl:3: .*the chat template rejects .*: no"):
+        tokenize_rewards(files, tokenizer, options_of(), tmp_path / "cache", tmp_path / "model")

@@ -5,13 +5,17 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
+from algorithms.advantages import gdpo
 from config import InputError
 from data.batching.order import global_batch
 from rl.collecting import (
     BatchSource,
     collect as collect_samples,
+    informative_responses,
     penalized_scores,
+    weights_of_parts,
     with_baselines,
 )
 from rollout.drawing import Request
@@ -135,6 +139,54 @@ def test_filter_groups_with_nothing_left_takes_what_was_drawn_last():
         failing=batches(2)[0],
     )
     assert samples.group.tolist() == [0, 0, 1, 1, 2, 2], "that of which something was graded"
+
+
+# Two groups of responses: scores, and two parts of them.
+GROUPS_OF_PARTS = {
+    "equal scores of different parts": ([3, 3, 3, 3], [[0, 1, 1, 0], [3, 2, 2, 3]], [0.5, 1.0]),
+    "parts that cancel once they are normalized": (
+        [0.5, 0.8, 0.5, 0.8],
+        [[0, 0.5, 0, 0.5], [0.5, 0.3, 0.5, 0.3]],
+        [1.0, 1.0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS_OF_PARTS)
+def test_gdpo_judges_a_group_by_its_normalized_parts(name):
+    """As the advantages tell: they are the same for every response of a group, or they are not."""
+    scores, parts, weights = GROUPS_OF_PARTS[name]
+    samples = make_samples([1] * 6, [*scores, 1, 1], [0, 0, 0, 0, 1, 1])
+    samples.parts = {
+        "a": torch.tensor([*parts[0], 0.5, 0.5]),
+        "b": torch.tensor([*parts[1], 0.5, 0.5]),
+    }
+    weighing = [f"reward.weights.{part}={weight}" for part, weight in zip("ab", weights)]
+    config = configure("algorithm.adv_estimator=gdpo", "rollout.n=4", *weighing)
+    part_weights = weights_of_parts(config, samples)
+    advantages, _ = gdpo(parts=samples.parts, part_weights=part_weights, group=samples.group)
+    has_gradient = bool(advantages[:4].abs().max() > 1e-6)
+    assert has_gradient == (name == "equal scores of different parts")
+    expected = [has_gradient] * 4 + [False] * 2
+    assert informative_responses(config, samples).tolist() == expected
+    by_score = informative_responses(configure("rollout.n=4"), samples)
+    assert by_score[0] != has_gradient, "the score tells the opposite"
+
+
+def test_gdpo_counts_no_part_without_weight():
+    samples = make_samples([1, 1], [2, 2], [0, 0])
+    samples.parts = {"a": torch.tensor([2.0, 2.0]), "b": torch.tensor([0.0, 1.0])}
+    config = configure("algorithm.adv_estimator=gdpo", "reward.weights.a=1.0")
+    assert not informative_responses(config, samples).any()
+
+
+def test_max_at_k_judges_a_group_by_its_advantages():
+    """No response raises the maximum of two others if two of them have the best score."""
+    samples = make_samples([1] * 6, [1, 1, 0, 1, 0, 0], [0, 0, 0, 1, 1, 1])
+    config = configure("algorithm.adv_estimator=max_at_k", "algorithm.adv_kwargs.k=3")
+    assert informative_responses(config, samples).tolist() == [False] * 3 + [True] * 3
+    by_score = informative_responses(configure(), samples)
+    assert by_score.all()
 
 
 def test_nothing_graded_is_an_error():

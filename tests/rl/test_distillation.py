@@ -61,6 +61,7 @@ class Case(NamedTuple):
     """A step: the number of ranks, settings of the divergence, and whether it is the whole loss.
 
     teacher: one, several or self. With `prompts`, teachers see TEACHER_PROMPTS.
+    student: student, or experts: a student with experts beside a teacher without them.
     """
 
     num_ranks: int
@@ -70,6 +71,7 @@ class Case(NamedTuple):
     more: tuple[str, ...] = ()
     teacher: str = "one"
     prompts: bool = False
+    student: str = "student"
 
 
 MEGATRON = ("model_engine=megatron", "engine.tensor_model_parallel_size=2")
@@ -78,6 +80,12 @@ CONTEXT = ("engine.context_parallel_size=2",)
 SEQUENCE_MEAN = ("algorithm.loss_agg_mode=seq-mean-token-mean",)
 DYNAMIC = ("engine.context_parallel_size=auto", "data.max_tokens_per_micro_batch=6")
 ADAPTERS = ("model.lora.rank=4",)
+EXPERTS_MEGATRON = (
+    "model_engine=megatron",
+    "engine.expert_model_parallel_size=2",
+    "engine.router_aux_loss_coef=0.0",
+)
+EXPERTS = ("engine.router_aux_loss_coef=0.0",)
 BF16 = ("engine.compute_dtype=bfloat16",)
 CASES = [
     Case(1, "reverse_kl", 0, False),
@@ -109,6 +117,8 @@ CASES = [
     Case(1, "jsd", 0, True, ADAPTERS, teacher="self", prompts=True),
     Case(2, "reverse_kl", 5, True, MEGATRON, teacher="several", prompts=True),
     Case(1, "jsd", 0, True, teacher="one", prompts=True),
+    Case(1, "reverse_kl", 0, True, EXPERTS, student="experts"),
+    Case(2, "reverse_kl", 0, True, EXPERTS_MEGATRON, student="experts"),
 ]
 
 
@@ -118,6 +128,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     make_model(folder / "student", "qwen3", num_hidden_layers=2)
     make_model(folder / "teacher", "llama", hidden_size=48, vocab_size=104, num_hidden_layers=2)
+    make_model(folder / "experts", "qwen3_moe", num_hidden_layers=2)
     make_model(folder / "wide", "qwen3", hidden_size=80, num_hidden_layers=2)
     return folder
 
@@ -184,7 +195,7 @@ def settings_of(case: Case, models: Path):
         "engine.log_prob_chunk_size=2",
         "optim.clip_grad=0",
         *case.more,
-        path=models / "student",
+        path=models / case.student,
     )
 
 
@@ -224,7 +235,9 @@ class Expected(NamedTuple):
 
 def expected_step(case: Case, models: Path) -> Expected:
     """Compute a step with transformers and autograd in float64."""
-    student = AutoModelForCausalLM.from_pretrained(models / "student", dtype=torch.float64)
+    student = AutoModelForCausalLM.from_pretrained(
+        models / case.student, dtype=torch.float64, experts_implementation="eager"
+    )
     teachers = teachers_of_groups(case, models)
     num_tokens = sum(map(len, RESPONSES))
     sums = [0.0, 0.0]
@@ -308,7 +321,10 @@ def check_step(case: Case, models: Path, results: list[list[dict[str, float]]]) 
 
 def str_of_case(case: Case) -> str:
     prompts = ["prompts"] if case.prompts else []
-    return "-".join(map(str, [*case[:4], *case.more, case.teacher, *prompts]))
+    names = [*case[:4], *case.more, case.teacher, *prompts]
+    if case.student != "student":
+        names.append(case.student)
+    return "-".join(map(str, names))
 
 
 def is_quick(case: Case) -> bool:

@@ -19,11 +19,13 @@ from config import InputError, load
 from configs.errors import errors_about_model
 from data.answered import encode_answered, find_unseen
 from data.chat.tokenizer import ChatTokenizer
+from data.prompts import PromptDataset, tokenize_prompts
 from data.tokenization import plain_options
 from engines.fsdp.engine import FSDPEngine
 from engines.heads import Head
 from examples.arithmetic import make_rows, make_tokenizer
 from rl.reward_model import (
+    check_conversations,
     check_reward_model,
     reward_model_config,
 )
@@ -212,6 +214,21 @@ RUNS = {
             "model.path=EXPERTS",
             "engine.expert_model_parallel_size=2",
             "engine.router_aux_loss_coef=0.01",
+        ],
+    ),
+    "a policy with experts, and every other role without": (
+        2,
+        "other",
+        [
+            "model_engine=megatron",
+            "model.path=EXPERTS",
+            "engine.expert_model_parallel_size=2",
+            "engine.router_aux_loss_coef=0.01",
+            "algorithm.adv_estimator=gae",
+            "critic.path=ASSETS/policy",
+            "reference.path=ASSETS/policy",
+            "algorithm.use_kl_loss=true",
+            "algorithm.distill.teacher=ASSETS/policy",
         ],
     ),
     "adapters": (1, "other", ["model.lora.rank=4"]),
@@ -453,19 +470,63 @@ def test_a_part_with_the_name_of_the_reward_model_is_one_line(assets, tmp_path):
     assert 'returns a part named "model"' in done.stderr
 
 
+def make_judge(assets: Path, folder: Path, condition: str) -> Path:
+    """Copy the reward model "other", with a template that rejects chats for which this holds."""
+    shutil.copytree(assets / "other", folder / "judge")
+    tokenizer = make_other_tokenizer()
+    rejection = f"{{% if {condition} %}}{{{{ raise_exception('not this one') }}}}{{% endif %}}"
+    tokenizer.chat_template = rejection + OTHER_TEMPLATE
+    tokenizer.save_pretrained(folder / "judge")
+    return folder / "judge"
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def prompts_with_a_system_message(assets: Path, folder: Path) -> PromptDataset:
+    """Return four prompts, of which the third has a system message."""
+    rows = lines_of(assets / "train.jsonl")[:4]
+    rows[2]["messages"].insert(0, {"role": "system", "content": "Hi"})
+    write_rows(folder / "rows.jsonl", rows)
+    files = str(folder / "rows.jsonl")
+    tokenizer = make_tokenizer()
+    path = tokenize_prompts(files, tokenizer, options_of(), folder / "cache", assets / "policy")
+    return PromptDataset.load(path)
+
+
+def test_a_row_that_the_template_rejects_is_named_at_the_start(assets, tmp_path):
+    dataset = prompts_with_a_system_message(assets, tmp_path)
+    judge = make_judge(assets, tmp_path, "messages[0].role == 'system'")
+    settings = [*arguments(assets, tmp_path, "other"), f"reward.model.path={judge}"]
+    with pytest.raises(InputError) as error:
+        check_conversations(load("ppo.yaml", settings), {"data.val_files": dataset}, 1000)
+    question = dataset[2].question
+    expected = f"reward.model.path={judge}: prompt 3 of data.val_files ({question!r}): the chat"
+    assert str(error.value).startswith(expected)
+    assert "\n" not in str(error.value)
+
+
+def test_what_the_template_leaves_out_of_a_later_row_is_a_warning(assets, tmp_path, capsys):
+    dataset = prompts_with_a_system_message(assets, tmp_path)
+    judge = make_judge(assets, tmp_path, "false")
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    tokenizer.chat_template = OTHER_TEMPLATE.replace("in messages", "in messages[-2:]")
+    tokenizer.save_pretrained(judge)
+    settings = [*arguments(assets, tmp_path, "other"), f"reward.model.path={judge}"]
+    check_conversations(load("ppo.yaml", settings), {"data.train_files": dataset}, 1000)
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("warning:")]
+    assert "leaves out content of prompt 3 of data.train_files" in line
+
+
 @pytest.mark.slow
 def test_a_conversation_that_one_rank_cannot_render_is_one_line(assets, tmp_path):
-    judge = tmp_path / "judge"
-    shutil.copytree(assets / "other", judge)
-    tokenizer = make_other_tokenizer()
-    tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        + OTHER_TEMPLATE
-    )
-    tokenizer.save_pretrained(judge)
+    """The form of the row is that of others, so that only its text is rejected, in the run."""
+    judge = make_judge(assets, tmp_path, "'zebra' in messages[0].content | string")
     rows = lines_of(assets / "train.jsonl")[:4]
-    rows[1]["messages"].insert(0, {"role": "system", "content": "Hi"})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows[1]["messages"][0]["content"] += " zebra"
+    write_rows(tmp_path / "rows.jsonl", rows)
     settings = [
         f"data.train_files={tmp_path}/rows.jsonl",
         "data.shuffle=false",

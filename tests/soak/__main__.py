@@ -1,13 +1,15 @@
 """Kill runs at random moments until they have ended; compare them, to the last bit, with
 runs that nobody disturbed.
 
-    make soak                                                   all loops, 32 minutes
+    make soak                                                   all loops, 50 minutes
     python -m tests.soak ppo nodes --minutes 10 --seed 7        two loops, ten minutes each
 
 Loops: sft, ppo and partial (2 ranks; the last two save in the background, and in partial, responses
-continue in later steps), megatron (2 ranks, tensor parallel, saves in the background), nodes: two
-nodes in network namespaces, which only root may make, one of which is lost; and slurm: jobs on a
-real Slurm of two nodes, which has to be installed (slurm-wlm, munge). Exit code 1 means
+continue in later steps), distill (ppo with a teacher), replay (partial, whose policy replays the
+experts that vLLM chose), megatron (2 ranks, tensor parallel, saves in the background), nodes: two
+nodes in network namespaces, which only root may make, one of which is lost; faults: one of them
+hangs, has another clock or version, a full disk or a slow one (needs a C compiler); and slurm: jobs
+on a real Slurm of two nodes, which has to be installed (slurm-wlm, munge). Exit code 1 means
 that results differ, that an error was not reported, or that a process did not end; the directory
 with the logs of every attempt is kept then.
 """
@@ -22,13 +24,23 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.soak import killed, lost_nodes, slurm_jobs
+from tests.soak import faulty_nodes, killed, lost_nodes, slurm_jobs
 from tests.soak.killed import Loop, Result
 from tests.soak.processes import wait_for_all
 from tests.soak.runs import make_assets
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-MINUTES = {"sft": 4, "ppo": 6, "partial": 6, "megatron": 4, "nodes": 6, "slurm": 6}
+MINUTES = {
+    "sft": 4,
+    "ppo": 6,
+    "partial": 6,
+    "distill": 5,
+    "replay": 5,
+    "megatron": 4,
+    "nodes": 6,
+    "faults": 8,
+    "slurm": 6,
+}
 
 
 class Clock:
@@ -79,6 +91,8 @@ def run(name: str, directory: Path, arguments: argparse.Namespace) -> Result:
     try:
         if name == "nodes":
             lost_nodes.run_loop(loop)
+        elif name == "faults":
+            faulty_nodes.run_loop(loop)
         elif name == "slurm":
             slurm_jobs.run_loop(loop)
         else:

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,12 +51,17 @@ class Loss:
 
 def run_loop(loop: Loop) -> None:
     """Run rounds until the time is up."""
+    with_nodes(loop, run_rounds)
+
+
+def with_nodes(loop: Loop, run_rounds: Callable[[Loop, Nodes], None]) -> None:
+    """Call a function with two nodes; an error of the loop where they cannot be made."""
     try:
         nodes = Nodes()
     except RuntimeError as error:
         message = f"no network namespaces: {error}"
         loop.result.errors.append(message)
-        print(f"nodes: {message}", flush=True)
+        print(f"{loop.name}: {message}", flush=True)
         return
     try:
         run_rounds(loop, nodes)
@@ -64,15 +70,19 @@ def run_loop(loop: Loop) -> None:
         nodes.close()
 
 
-def run_rounds(loop: Loop, nodes: Nodes) -> None:
+def undisturbed_results(loop: Loop, nodes: Nodes) -> dict[str, object]:
+    """Run to the end on both nodes, and return the results."""
     folder = loop.directory / "undisturbed"
     folder.mkdir()
     processes = launch(loop, nodes, folder, "log0", "c10d")
     errors = wait_for_all(processes, SECONDS_OF_RUN)
     if errors or any(process.returncode for process in processes):
         sys.exit(f"the undisturbed run on two nodes failed: {folder}")
-    expected = results_of(folder / "out")
+    return results_of(folder / "out")
 
+
+def run_rounds(loop: Loop, nodes: Nodes) -> None:
+    expected = undisturbed_results(loop, nodes)
     folder = loop.directory / "not_shared"
     loop.result.report(loop.name, errors_of_unshared_directory(loop, nodes, folder), folder)
 
@@ -119,9 +129,13 @@ def run_round(
     if loss.leaves_torchrun_waiting:
         errors = [message for message in late if "torch.distributed.run" not in message]
     lines = error_lines(folder, loss.survivors)
-    names_rank = any(f"rank {loss.node} was last seen in stage" in line for line in lines)
+    names_rank = any(
+        f"rank {loss.node} on node{loss.node} was last seen in stage" in line for line in lines
+    )
     if loss.kind != "cable" and not names_rank:
         errors.append(f"the other node did not name rank {loss.node} and its stage")
+    if loss.kind == "cable" and not any("node0" in line and "node1" in line for line in lines):
+        errors.append("the nodes without a network are not named")
     if not lines:
         errors.append("no line begins with error:")
 

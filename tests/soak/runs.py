@@ -21,25 +21,29 @@ def coin(prompt, response, row):
 
 
 def make_assets(directory: Path) -> None:
-    """Write a tiny model, its tokenizer, training and validation rows, and a reward."""
-    tokenizer = make_tokenizer()
-    make_model(
-        directory / "model",
-        "qwen3",
-        num_hidden_layers=2,
-        head_dim=32,
-        vocab_size=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    tokenizer.save_pretrained(directory / "model")
-    # Many tokens end a response, so that responses differ in length.
-    end_ids = list(range(tokenizer.eos_token_id, len(tokenizer), 10))
-    generation = {"eos_token_id": end_ids}
-    (directory / "model" / "generation_config.json").write_text(json.dumps(generation))
+    """Write tiny models with a tokenizer, training and validation rows, and a reward.
+
+    The models are `model`, `teacher` and `experts`, a mixture of experts.
+    """
+    write_model(directory / "model", "qwen3", num_hidden_layers=2, head_dim=32)
+    write_model(directory / "teacher", "llama", num_hidden_layers=2, hidden_size=48)
+    # vLLM needs experts of a multiple of 32 neurons.
+    write_model(directory / "experts", "qwen3_moe", num_hidden_layers=2, moe_intermediate_size=64)
     (directory / "reward.py").write_text(REWARD)
     train, val = make_rows()
     write_rows(directory / "train.jsonl", train[:NUM_TRAIN_ROWS])
     write_rows(directory / "val.jsonl", val[:NUM_VAL_ROWS])
+
+
+def write_model(directory: Path, family: str, **shape) -> None:
+    """Write a model with the demo's tokenizer, whose responses differ in length."""
+    tokenizer = make_tokenizer()
+    eos = tokenizer.eos_token_id
+    make_model(directory, family, vocab_size=len(tokenizer), eos_token_id=eos, **shape)
+    tokenizer.save_pretrained(directory)
+    # Many tokens end a response.
+    generation = {"eos_token_id": list(range(eos, len(tokenizer), 10))}
+    (directory / "generation_config.json").write_text(json.dumps(generation))
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
@@ -124,6 +128,16 @@ def partial(assets: Path, out: Path) -> list[str]:
     ]
 
 
+def distill(assets: Path, out: Path) -> list[str]:
+    """Return the command of a PPO run that also learns from a teacher."""
+    return [*ppo(assets, out), f"algorithm.distill.teacher={assets}/teacher"]
+
+
+def replay(assets: Path, out: Path) -> list[str]:
+    """Return the command of a PPO run that replays vLLM's experts, also those of earlier steps."""
+    return [*partial(assets, out), f"model.path={assets}/experts", "rollout.routing_replay=true"]
+
+
 def paths(assets: Path, out: Path) -> list[str]:
     return [
         f"model.path={assets}/model",
@@ -134,7 +148,14 @@ def paths(assets: Path, out: Path) -> list[str]:
     ]
 
 
-RUNS = {"sft": sft, "ppo": ppo, "partial": partial, "megatron": megatron}
+RUNS = {
+    "sft": sft,
+    "ppo": ppo,
+    "partial": partial,
+    "distill": distill,
+    "replay": replay,
+    "megatron": megatron,
+}
 
 
 def last_step(out: Path) -> int:

@@ -1,4 +1,5 @@
-"""Two nodes on this machine, each with its own network and host name, joined by a veth pair.
+"""Two nodes on this machine, each with its own network and host name, joined by a veth pair or by a
+slow link.
 
 Needs root, ip (iproute2) and unshare (util-linux).
 """
@@ -6,32 +7,54 @@ Needs root, ip (iproute2) and unshare (util-linux).
 import os
 import shlex
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.launch import TORCHRUN, start
+from tests.support.slow_link import DEVICE, start_link
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 RENDEZVOUS_PORT = 29400
 
 
-class Nodes:
-    """Two network namespaces. Raises RuntimeError where namespaces or veth pairs are forbidden."""
+@dataclass(frozen=True)
+class Slow:
+    """A slow link: seconds of delay in each direction, and the share of packets that are lost."""
 
-    def __init__(self):
+    delay: float = 0.02
+    share_lost: float = 0.01
+
+
+class Nodes:
+    """Two network namespaces. Raises RuntimeError where namespaces or veth pairs are forbidden.
+
+    names   of the namespaces; the host names are node0 and node1
+    cables  the name of each node's network device
+    link    the process that passes packets on; None for a veth pair. After close(), num_packets and
+            num_lost have its counts
+    """
+
+    def __init__(self, slow: Slow | None = None):
+        """slow: the link between the nodes (tests/support/slow_link.py); None: a veth pair."""
         self.names = [f"soak{os.getpid()}n{i}" for i in range(2)]
         self.cables = [f"v{os.getpid()}n{i}" for i in range(2)]  # at most 15 characters
+        self.link = None
         try:
-            self._connect()
+            self._connect(slow)
         except RuntimeError:
             self.close()
             raise
 
-    def _connect(self) -> None:
+    def _connect(self, slow: Slow | None) -> None:
         for name in self.names:
             ip("netns", "add", name)
-        first_end = [self.cables[0], "netns", self.names[0]]
-        second_end = [self.cables[1], "netns", self.names[1]]
-        ip("link", "add", *first_end, "type", "veth", "peer", "name", *second_end)
+        if slow is not None:
+            self.cables = [DEVICE, DEVICE]
+            self.link = start_link(self.names, slow.delay, slow.share_lost)
+        else:
+            first_end = [self.cables[0], "netns", self.names[0]]
+            second_end = [self.cables[1], "netns", self.names[1]]
+            ip("link", "add", *first_end, "type", "veth", "peer", "name", *second_end)
         for name, cable, address in zip(self.names, self.cables, ADDRESSES):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
             ip("-n", name, "link", "set", "lo", "up")
@@ -64,6 +87,10 @@ class Nodes:
 
     def close(self) -> None:
         """Remove the namespaces that exist, and the cables with them."""
+        if self.link is not None:
+            self.link.terminate()
+            counts, _ = self.link.communicate()
+            self.num_packets, self.num_lost = map(int, counts.split())
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 

@@ -28,6 +28,8 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "sft_vs_trl.py",
         "tokenize_speed.py",
     ),
+    # Two nodes with a slow link: no code of the product is about it, and it takes over a minute.
+    "tests/job/test_slow_link.py::test_delays_and_lost_packets_*": None,
     # Estimates of every model on every GPU, and runs of every recipe.
     "tests/repository/test_what_fits.py::test_the_page_has_the_tables_that_are_printed": None,
     "tests/repository/test_tools.py::test_both_recipes_run_with_a_small_model": None,
