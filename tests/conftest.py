@@ -1,5 +1,6 @@
 """Show failures at once, keep `make quick` free of torchrun, and launch no case twice."""
 
+import atexit
 import gc
 import os
 import sys
@@ -53,7 +54,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # otherwise extensions would report leaks
+    # Otherwise extensions would report leaks. Not before Python exits: pytest collects garbage five
+    # times after this hook, which would take ten seconds with all objects of all packages.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)
