@@ -41,10 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests.support.lengthy import mark_lengthy
     from tests.support.scheduling import is_long
     from tests.support.thorough import mark_thorough
 
     mark_thorough(items)
+    mark_lengthy(items)
     items.sort(key=lambda item: not is_long(item.nodeid.partition("::")[0]))
 
 
@@ -54,9 +56,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    # Otherwise extensions would report leaks. Not before Python exits: pytest collects garbage five
-    # times after this hook, which would take ten seconds with all objects of all packages.
-    atexit.register(gc.unfreeze)
+    # After this hook pytest collects garbage five times, which would take ten seconds with all
+    # objects of all packages. Some test may have undone the first gc.freeze().
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # otherwise extensions would report leaks
 
 
 @pytest.hookimpl(tryfirst=True)

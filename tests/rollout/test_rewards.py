@@ -227,8 +227,9 @@ def test_math_needs_its_package_before_the_run(monkeypatch):
 
 def test_importing_is_light():
     code = (
-        "import sys, rewards, rollout.grading; "
-        "print({'torch', 'transformers', 'sympy', 'numpy', 'asyncio'} & set(sys.modules))"
+        "import sys, rewards, rollout.grading.signature; "
+        "heavy = {'torch', 'transformers', 'sympy', 'numpy', 'asyncio', 'omegaconf'}; "
+        "print(heavy & set(sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert out.stdout.strip() == "set()", out.stderr
