@@ -35,7 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     gc.set_threshold(20_000, 20, 20)
     is_worker = hasattr(config, "workerinput")
-    if not is_worker:
+    if is_worker:
+        # The last thing that happens at exit. Nobody reads a worker's exit code, and Python would
+        # take seconds to delete all objects.
+        atexit.register(os._exit, 0)
+    else:
+        atexit.register(gc.unfreeze)  # otherwise extensions would report leaks
         config.pluginmanager.register(ShowFailures(config))
 
 
@@ -59,7 +64,6 @@ def pytest_unconfigure() -> None:
     # After this hook pytest collects garbage five times, which would take ten seconds with all
     # objects of all packages. Some test may have undone the first gc.freeze().
     gc.freeze()
-    atexit.register(gc.unfreeze)  # otherwise extensions would report leaks
 
 
 @pytest.hookimpl(tryfirst=True)

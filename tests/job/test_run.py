@@ -55,6 +55,7 @@ def make_run(out, *pairs, step: int = 0, total_steps: int = 10, script: str = "s
     run.profiler = Profiler()
     run.progress = Progress(identity={}, step=step)
     run.resume_from = None
+    gc.freeze()  # start() collects garbage, which would take seconds among the suite's objects
     return run
 
 
