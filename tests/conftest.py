@@ -3,12 +3,15 @@
 import atexit
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.launch import QuickGuard
+
+HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class ShowFailures:
@@ -89,6 +92,15 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Restore this process's signal handlers, which an Agreement replaces."""
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.hookimpl(optionalhook=True)
