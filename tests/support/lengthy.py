@@ -22,9 +22,6 @@ LENGTHY: dict[str, Iterable[str] | None] = {
         "qwen3_vl",
     ),
     "tests/data/test_images.py::test_activations_of_images_are_estimated": None,
-    "tests/data/test_images.py::test_all_models_of_a_run_have_the_same_tokens_*": (
-        "algorithm.distill.teacher",
-    ),
     "tests/data/test_images.py::test_attention_of_a_tower_takes_*": None,
     "tests/data/test_images.py::test_the_tower_keeps_activations_*": None,
     "tests/data/test_images.py::test_token_types_that_a_model_needs_*": None,
