@@ -1336,5 +1336,13 @@ def test_the_share_of_failures_has_a_limit(num_failures, rate, stops):
     )
 
 
+def test_a_closed_grader_can_grade_again(make):
+    grader = make("exact_match", 1, SLACK)
+    for _ in range(2):
+        (result,) = grader.grade([("", "85", {"answer": "85"})], [0])
+        assert result.score == 1.0
+        grader.close()
+
+
 def test_no_samples_are_no_failures():
     check_failures([], 0, 0.0)
