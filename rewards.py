@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable
 
 from common import plugins
-from config import InputError
+from configs.errors import InputError
 
 # The format of DeepSeek-R1: each part exactly once, and nothing else.
 INSIDE_TAGS = r"(?:(?!</?(?:think|answer)>).)*"

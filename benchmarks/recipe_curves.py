@@ -78,17 +78,13 @@ def trl_metrics(step: int, values: dict[str, float]) -> dict:
 
 def draw(runs: list[RunCurves], arguments: Namespace) -> "Figure":
     """Draw each metric in a panel: for every recipe the mean of its seeds, and their range."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     axis_labels = ("step", "seconds of steps") if arguments.seconds else ("step",)
     panels = [(metric, label) for metric in arguments.metric for label in axis_labels]
     width = 2 + 5 * len(panels)
-    figure, all_axes = pyplot.subplots(
-        1, len(panels), figsize=(width, 4), layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=(width, 4), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), squeeze=False)
     names = dict.fromkeys(run.name for run in runs)
     for axes, (metric, label) in zip(all_axes[0], panels):
         for name in names:

@@ -211,7 +211,8 @@ def run_all(arguments: argparse.Namespace) -> list[Run]:
             arguments.out.write_text(json.dumps(done))
         print(f"{run.name}: {run.seconds:.0f} s", flush=True)
 
-    with ThreadPoolExecutor(slots.qsize()) as pool:
+    # A thread for each run: one that waits for another run must not keep it from starting.
+    with ThreadPoolExecutor(len(runs)) as pool:
         list(pool.map(execute_in_slot, runs))
     return runs
 

@@ -9,10 +9,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from omegaconf import DictConfig, OmegaConf
-
 from common.imports import import_function
-from config import InputError
+from configs.errors import InputError
 from configs.rules import TYPES, has_type
 
 
@@ -42,6 +40,9 @@ def find(
     function = known[name] if name in known else import_function(setting, name, known)
     if not inputs:
         return function
+    # Here, because the processes of reward functions need none of it, and start sooner without it.
+    from omegaconf import DictConfig, OmegaConf
+
     if isinstance(kwargs, DictConfig):
         kwargs = OmegaConf.to_container(kwargs)
     own = parameters(function) - set(inputs)

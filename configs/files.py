@@ -181,4 +181,6 @@ def is_free(key: str, known: dict) -> bool:
 
     Other code defines and checks the keys of such a free group.
     """
-    return any(value == {} and key.startswith(f"{name}.") for name, value in known.items())
+    names = key.split(".")
+    groups = (".".join(names[:length]) for length in range(1, len(names)))
+    return any(known.get(group) == {} for group in groups)

@@ -1,13 +1,17 @@
 """Show failures at once, keep `make quick` free of torchrun, and launch no case twice."""
 
+import atexit
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.launch import QuickGuard
+
+HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class ShowFailures:
@@ -34,16 +38,23 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     gc.set_threshold(20_000, 20, 20)
     is_worker = hasattr(config, "workerinput")
-    if not is_worker:
+    if is_worker:
+        # The last thing that happens at exit. Nobody reads a worker's exit code, and Python would
+        # take seconds to delete all objects.
+        atexit.register(os._exit, 0)
+    else:
+        atexit.register(gc.unfreeze)  # otherwise extensions would report leaks
         config.pluginmanager.register(ShowFailures(config))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests.support.lengthy import mark_lengthy
     from tests.support.scheduling import is_long
     from tests.support.thorough import mark_thorough
 
     mark_thorough(items)
+    mark_lengthy(items)
     items.sort(key=lambda item: not is_long(item.nodeid.partition("::")[0]))
 
 
@@ -53,7 +64,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # otherwise extensions would report leaks
+    # After this hook pytest collects garbage five times, which would take ten seconds with all
+    # objects of all packages. Some test may have undone the first gc.freeze().
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -79,6 +92,15 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """Restore this process's signal handlers, which an Agreement replaces."""
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.hookimpl(optionalhook=True)

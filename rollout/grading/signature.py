@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from config import InputError
+from configs.errors import InputError
 
 # (prompt, response, row) -> the argument for one response
 Value = Callable[[str, str, dict], object]

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Set
 
-from config import InputError
+from configs.errors import InputError
 from rewards import REWARDS, find
 from rollout.grading.program import OutputFile, limit_memory, serve, serve_async, start
 from rollout.grading.scores import is_with_steps, read_score, score_parts, with_steps

@@ -119,6 +119,15 @@ def test_latest_names_the_checkpoint_that_was_saved_last(checkpointer, engine):
         assert checkpointer.latest() == saved
 
 
+@pytest.mark.parametrize("max_checkpoints, kept", [(1, [5]), (3, [3, 4, 5]), (-1, [1, 2, 3, 4, 5])])
+def test_the_newest_checkpoints_are_kept(checkpointer, engine, max_checkpoints, kept):
+    checkpointer.max_checkpoints = max_checkpoints
+    for step in range(1, 6):
+        save(checkpointer, step, engine)
+    directories = sorted(checkpointer.directory.glob("step_*"))
+    assert [path.name for path in directories] == [f"step_{step:08d}" for step in kept]
+
+
 def test_loading_restores_weights_progress_and_random_numbers(checkpointer, engine, model):
     saved = save(checkpointer, 1, engine)
     expected = torch.rand(3)

@@ -73,6 +73,15 @@ def wait_for_exits(exits: list[int], number: int) -> None:
     assert exits == [1] * number
 
 
+@pytest.mark.parametrize("limit, interval", [(0.2, 0.05), (0.4, 0.1), (60.0, 0.1)])
+def test_ranks_look_often_and_at_least_four_times_within_the_limit(
+    tmp_path, exits, limit, interval
+):
+    heartbeat = Heartbeat(tmp_path, 0, 0, limit / 60, lambda: 0.0)
+    heartbeat.close()
+    assert heartbeat.interval == pytest.approx(interval)
+
+
 def test_a_rank_in_an_earlier_stage_is_named_by_a_waiting_one(make_ranks, exits, capfd):
     late, waiting = make_ranks(0, 0)
     late.enter("reward", 7)

@@ -4,8 +4,6 @@ import re
 import shlex
 from dataclasses import dataclass
 
-import torch.distributed.run
-
 from tests.support.launch import ROOT
 
 FILES = [
@@ -91,7 +89,9 @@ def parse_launch(words: list[str]) -> Launch:
         words = words[1:]
     if words[0] != "torchrun":
         return Launch(words[1], words[2:], 1)
-    options = torch.distributed.run.get_args_parser().parse_args(words[1:])
+    from torch.distributed.run import get_args_parser
+
+    options = get_args_parser().parse_args(words[1:])
     num_nodes = int(options.nnodes.partition(":")[0])
     num_ranks = num_nodes * int(options.nproc_per_node)
     return Launch(options.training_script, options.training_script_args, num_ranks)

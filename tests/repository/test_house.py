@@ -13,7 +13,9 @@ from omegaconf import OmegaConf
 
 from config import load
 from tests.support.launch import ROOT, run
-from tests.support.thorough import THOROUGH, entry_of
+from tests.support.lengthy import LENGTHY
+from tests.support.tables import entry_of
+from tests.support.thorough import THOROUGH
 
 # A module imports from its own room and from rooms of a lower level.
 LEVELS = {
@@ -180,11 +182,12 @@ def test_no_modules_import_each_other_in_a_circle():
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_every_entry_of_the_thorough_tests_exists():
-    files = sorted({pattern.partition("::")[0] for pattern in THOROUGH})
+@pytest.mark.parametrize("table", [THOROUGH, LENGTHY], ids=["thorough", "lengthy"])
+def test_every_entry_of_a_table_of_tests_exists(table):
+    files = sorted({pattern.partition("::")[0] for pattern in table})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files]
     printed = run(command).stdout
-    entries = {entry_of(line) for line in printed.splitlines() if "::" in line} - {None}
-    for pattern, cases in THOROUGH.items():
+    entries = {entry_of(line, table) for line in printed.splitlines() if "::" in line} - {None}
+    for pattern, cases in table.items():
         found = {case for name, case in entries if name == pattern}
         assert found == set(cases) if cases else found

@@ -1,6 +1,7 @@
 """The recipes of examples/recipes, and benchmarks/recipes.py, which runs and draws them."""
 
 import json
+import time
 from argparse import Namespace
 from pathlib import Path
 from statistics import median
@@ -166,6 +167,25 @@ def page_lines() -> list[str]:
 
 def results(name: str) -> Path:
     return RECIPES / "results" / f"{name}.json"
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_recipe_waits_for_the_sft_run_that_it_starts_from(tmp_path, monkeypatch, num_slots):
+    events = []
+
+    def execute(run, settings, gpu, deadline):
+        events.append(f"{run.name} begins")
+        time.sleep(0.2)
+        events.append(f"{run.name} ends")
+        run.exit_code = 0
+
+    monkeypatch.setattr(recipes, "execute", execute)
+    options = {"seeds": [3], "gpus": [0], "jobs_per_gpu": num_slots, "time_limit": 60.0}
+    arguments = Namespace(names=["gsm_grpo", "gsm_sft"], out=tmp_path / "results.json", **options)
+    recipes.run_all(arguments)
+    runs = ("gsm_sft/seed_3", "gsm_grpo/seed_3")
+    assert events == [f"{run} {event}" for run in runs for event in ("begins", "ends")]
+    assert [run["exit_code"] for run in json.loads(arguments.out.read_text())] == [0, 0]
 
 
 def test_the_seconds_of_a_run_add_up():

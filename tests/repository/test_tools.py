@@ -26,6 +26,16 @@ def test_answers_are_right_and_no_problem_occurs_twice():
         assert row["answer"] == str(eval(row["prompt"].removeprefix("What is ")))
 
 
+def test_no_file_has_a_product_of_another_one():
+    """Among so many rows, some products would occur in both files by chance."""
+    rows = tools.make_rows({"train": 3000, "val": 3000})
+    products = {}
+    for name, problems in rows.items():
+        products[name] = {re.search(r"\d+\*\d+", question_of(row))[0] for row in problems}
+        assert len(products[name]) == len(problems)
+    assert not products["train"] & products["val"]
+
+
 def test_half_of_the_traces_call_the_calculator_step_by_step():
     num_calling = 0
     for row in tools.make_rows(SIZES)["traces"]:

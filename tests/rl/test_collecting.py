@@ -3,6 +3,7 @@
 import statistics
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch
 from algorithms.advantages import gdpo
 from config import InputError
 from data.batching.order import global_batch
+from profiling import Profiler
 from rl.collecting import (
     BatchSource,
+    PartialSource,
     collect as collect_samples,
     informative_responses,
     penalized_scores,
@@ -19,6 +22,7 @@ from rl.collecting import (
     with_baselines,
 )
 from rollout.drawing import Request
+from rollout.partial.drawing import StepCounts
 from tests.support.samples import (
     configure,
     failure,
@@ -276,3 +280,23 @@ def test_failures_of_all_draws_are_kept():
     assert len(calls) == 2
     assert samples.failures == [failure(row) for row in rows]
     assert samples.num_drawn == 2 * SIZE * 2
+
+
+def test_failures_are_reported_with_those_of_earlier_draws_of_the_step():
+    """Each of two draws grades four responses, and fails with two of them."""
+    samples = make_samples([1, 2], [0, 1], [0, 1], failures=[failure(0), failure(1)])
+    sampler = SimpleNamespace(counts=StepCounts())
+
+    def draw(num_groups, version, first_group, profiler):
+        sampler.counts.graded += 4
+        sampler.counts.failed += 2
+        return None, samples
+
+    sampler.draw = draw
+    reports = []
+    source = PartialSource(
+        configure(), sampler, None, lambda *report: reports.append(report[1:]), 0, Profiler()
+    )
+    for first_group in (0, 2):
+        source.draw(2, first_group)
+    assert reports == [(4, 0), (8, 2)]

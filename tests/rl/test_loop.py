@@ -1,5 +1,6 @@
 """The loop of train_ppo.py, with roles that compute nothing but record how they are called."""
 
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,6 +149,7 @@ def finish(tmp_path, monkeypatch, samples, *more):
     run.progress = train_ppo.PpoProgress(identity={}, kl_coef=0.5)
     run.resume_from = None
     run.checkpointer = None
+    gc.freeze()  # start() collects garbage, which would take seconds among the suite's objects
     run.start("1 prompt")
     run.tracker = SimpleNamespace(
         lines=[],

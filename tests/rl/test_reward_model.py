@@ -308,7 +308,10 @@ def test_the_policy_learns_from_the_reward_model_alone(assets, tmp_path):
     assert "reward/function/mean" not in line
 
 
-@pytest.mark.parametrize("num_positions, max_tokens", [(30, 200), (512, 30), (512, 200)])
+# The longer conversation has 53 tokens.
+@pytest.mark.parametrize(
+    "num_positions, max_tokens", [(30, 200), (53, 200), (54, 200), (512, 30), (512, 200)]
+)
 def test_scores_in_this_process_are_those_of_transformers(
     process_group, tmp_path, num_positions, max_tokens
 ):
@@ -340,7 +343,7 @@ def test_scores_in_this_process_are_those_of_transformers(
     assert scored.parts["model"].tolist() == pytest.approx(expected, abs=1e-5)
     assert scored.scores.tolist() == [0.0, 1.0]
     assert scored.metrics["reward/model/cut"] == num_cut / 2
-    assert (num_cut > 0) == (longest < 30)
+    assert (num_cut > 0) == (longest < 53)
 
 
 @pytest.mark.slow

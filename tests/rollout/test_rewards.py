@@ -227,8 +227,9 @@ def test_math_needs_its_package_before_the_run(monkeypatch):
 
 def test_importing_is_light():
     code = (
-        "import sys, rewards, rollout.grading; "
-        "print({'torch', 'transformers', 'sympy', 'numpy', 'asyncio'} & set(sys.modules))"
+        "import sys, rewards, rollout.grading.signature; "
+        "heavy = {'torch', 'transformers', 'sympy', 'numpy', 'asyncio', 'omegaconf'}; "
+        "print(heavy & set(sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert out.stdout.strip() == "set()", out.stderr
@@ -1333,6 +1334,14 @@ def test_the_share_of_failures_has_a_limit(num_failures, rate, stops):
         "response '1/0' (all failures are in failures.jsonl; the function's output is in "
         "reward_output/)"
     )
+
+
+def test_a_closed_grader_can_grade_again(make):
+    grader = make("exact_match", 1, SLACK)
+    for _ in range(2):
+        (result,) = grader.grade([("", "85", {"answer": "85"})], [0])
+        assert result.score == 1.0
+        grader.close()
 
 
 def test_no_samples_are_no_failures():

@@ -7,9 +7,10 @@ change of what they test.
 """
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 
 import pytest
+
+from tests.support.tables import entry_of
 
 # Test, or a pattern -> the cases, as they stand in brackets after its name; None: all.
 THOROUGH: dict[str, Iterable[str] | None] = {
@@ -113,18 +114,8 @@ THOROUGH: dict[str, Iterable[str] | None] = {
 }
 
 
-def entry_of(test_id: str) -> tuple[str, str] | None:
-    """Return the entry of a test, such as tests/a/test_b.py::test_c[case], and its case."""
-    name, _, case = test_id.partition("[")
-    case = case.removesuffix("]")
-    for pattern, cases in THOROUGH.items():
-        if fnmatchcase(name, pattern) and (cases is None or case in cases):
-            return pattern, case
-    return None
-
-
 def mark_thorough(items: list[pytest.Item]) -> None:
     """Mark the tests among the collected ones."""
     for item in items:
-        if entry_of(item.nodeid):
+        if entry_of(item.nodeid, THOROUGH):
             item.add_marker(pytest.mark.thorough)
