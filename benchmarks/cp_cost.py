@@ -8,8 +8,8 @@ or each of them shared by all ranks ("shared"). A rank computes the same number 
 in both.
 
 Arguments: a shape of benchmarks/shapes.py, then key=value pairs of configs/sft.yaml. The time of a
-pass, forward and backward, is the difference between steps with --passes passes more and with
-fewer, so that the optimizer does not count. Prints a Markdown table.
+pass, forward and backward, is the time that --passes extra passes add to a step, divided by their
+number, so that the optimizer does not count. Prints a Markdown table.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--count", type=int, default=4, help="sequences of each rank in a pass")
-    parser.add_argument("--passes", type=int, default=4, help="that the longer steps have more")
+    parser.add_argument("--passes", type=int, default=4, help="extra passes of the longer steps")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_intermixed_args()
 

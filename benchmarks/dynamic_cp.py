@@ -290,7 +290,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 in_one_cell(measurement.first_speeds),
                 f"{measurement.speed:,.0f} ({in_one_cell(measurement.repeated_speeds)})",
                 f"{measurement.speed / first_speed:.2f}",
-                f"{np.mean(measurement.efficiencies):.1%}",
+                f"{np.mean(measurement.efficiencies[1:]):.1%}",
                 f"{device.memory()['perf/memory_peak_gib']:.1f}",
                 f"{measurement.losses[0]:.5f}",
             )

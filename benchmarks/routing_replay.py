@@ -47,7 +47,7 @@ from engines.parallel import device
 from rollout.vllm.engine import Rollout
 
 PROMPT_TOKENS = 32
-PROGRESS = "update"  # how the lines of a case begin that tell how far it is
+PROGRESS = "update"  # prefix of the lines that show the progress of a case
 FEW_UPDATES = 5  # at the beginning and at the end
 
 
@@ -165,7 +165,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("shape", choices=EXPERTS)
     parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--updates", type=int, default=30)
-    parser.add_argument("--minutes", type=float, default=60, help="for the updates of each case")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="start no update of a case after this time"
+    )
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--n", type=int, default=8, help="responses to each prompt")
     parser.add_argument("--tokens", type=int, default=256, help="of each response, at most")

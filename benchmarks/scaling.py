@@ -369,7 +369,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("num_gpus", type=int)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--only", default="", metavar="REGEX", help="the runs whose name has this")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="run only those whose name matches"
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="until no further run starts")
     parser.add_argument("--models", type=Path, default=MODELS)
     parser.add_argument("--assets", type=Path, default=Path("/tmp/rankwise-scaling"))

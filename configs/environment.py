@@ -46,9 +46,9 @@ def is_first_of_node() -> bool:
 def has_several_nodes() -> bool:
     """Return whether the ranks of this run are on several nodes, as far as the launcher tells."""
     num_ranks = read_number("WORLD_SIZE", 1)
-    num_local = read_number("LOCAL_WORLD_SIZE", num_ranks)
-    num_slurm_nodes = read_number("SLURM_NNODES", 1) if num_ranks > 1 else 1
-    return num_local < num_ranks or num_slurm_nodes > 1
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return read_number("LOCAL_WORLD_SIZE", num_ranks) < num_ranks
+    return num_ranks > 1 and read_number("SLURM_NNODES", 1) > 1
 
 
 def read_number(name: str, default: int) -> int:

@@ -73,8 +73,8 @@ def find_unseen(row: dict, response: str, chat: ChatTokenizer, options) -> list[
 def form_of(row: dict, chat: ChatTokenizer, options) -> tuple:
     """Return what a chat template tells rows apart by, except for their texts.
 
-    These are the role and the filled fields of each message, whether there are tools, and the
-    template's arguments.
+    These are the role, the filled fields and the type of the content of each message, whether
+    there are tools, and the template's arguments.
     """
     row, _ = read_shape(row, options, with_response=False)
     messages = read_messages(row, bool(chat.tokenizer.chat_template), options)
@@ -83,7 +83,8 @@ def form_of(row: dict, chat: ChatTokenizer, options) -> tuple:
     turns = []
     for message in messages:
         filled = [name for name, value in message.items() if value not in (None, "", [])]
-        turns.append((message["role"], *sorted(filled)))
+        type_of_content = type(message.get("content")).__name__
+        turns.append((message["role"], type_of_content, *sorted(filled)))
     inputs = template_inputs(row, chat.parameters, options)
     return (*turns, bool(inputs.tools), repr(inputs.arguments))
 

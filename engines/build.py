@@ -2,6 +2,8 @@
 
 import warnings
 
+from omegaconf import DictConfig
+
 from engines.base import Engine
 
 # Every rank would print these warnings: from megatron-core about optional packages, and from torch
@@ -26,3 +28,21 @@ def engine_class(model_engine: str) -> type[Engine]:
     from engines.fsdp.engine import FSDPEngine
 
     return FSDPEngine
+
+
+def create_groups(config: DictConfig) -> None:
+    """Create the process groups that all engines of a run share.
+
+    Only Megatron has such groups, and its first engine creates them. So this is needed only if
+    that is not the trained model's.
+
+    Args:
+        config: the trained model's configuration.
+    """
+    if config.model_engine == "megatron":
+        # Imported here, since megatron-core is not installed in every environment.
+        from engines.megatron.layout import initialize
+        from engines.megatron.without_cuda import cuda_is_cpu
+
+        with cuda_is_cpu():
+            initialize(config.engine)

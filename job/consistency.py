@@ -4,11 +4,11 @@ import hashlib
 import importlib.metadata
 import socket
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
 
+from common.counting import shortened
 from config import InputError, flatten, without_secrets
 from configs.files import CONFIGS
 from engines.parallel.device import gather_values
@@ -102,24 +102,19 @@ def first_difference(setups: list[dict[str, str]], hosts: list[str]) -> str:
     names = dict.fromkeys(name for setup in setups for name in setup)
     for name in names:
         values = [setup.get(name, "missing") for setup in setups]
-        differing = [rank for rank, value in enumerate(values) if value != values[0]]
-        if differing:
+        other = next((value for value in values if value != values[0]), None)
+        if other is not None:
+            with_other = [rank for rank, value in enumerate(values) if value == other]
             return (
                 f"{name} differs between ranks: {values[0]} on {describe_ranks([0], hosts)}, "
-                f"{values[differing[0]]} on {describe_ranks(differing, hosts)}: {ADVICE}"
+                f"{other} on {describe_ranks(with_other, hosts)}: {ADVICE}"
             )
     return f"the ranks have the same settings in another order: {ADVICE}"
 
 
 def describe_ranks(ranks: list[int], hosts: list[str]) -> str:
-    """Return "rank 8, 9 (node1)"; the node is left out if all ranks of the run share it."""
-    text = "rank " + shortened(ranks)
+    """Return "ranks 8, 9 (node1)"; the node is left out if all ranks of the run share it."""
+    text = ("rank " if len(ranks) == 1 else "ranks ") + shortened(ranks)
     if len(set(hosts)) == 1:
         return text
     return f"{text} ({shortened(dict.fromkeys(hosts[rank] for rank in ranks))})"
-
-
-def shortened(items: Iterable) -> str:
-    """Return the first eight items, separated by commas."""
-    texts = [str(item) for item in items]
-    return ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from common.counting import shortened
+
 RECORD_BYTES = 256
 POLL_SECONDS = 5.0
 
@@ -127,7 +129,10 @@ class Heartbeat:
         # Count polls rather than seconds: clocks differ between nodes, and the whole job may have
         # been suspended for a while.
         previous = []
-        while not self.ended.wait(self.interval):
+        # The time that reading takes must not add up: all ranks have to be late at the same time.
+        due = time.monotonic() + self.interval
+        while not self.ended.wait(max(0.0, due - time.monotonic())):
+            due = max(due + self.interval, time.monotonic())
             try:
                 self._refresh()
                 records = self.records()
@@ -227,8 +232,7 @@ class Heartbeat:
         hosts = list(dict.fromkeys(record.host for record in records))
         advice = ""
         if len(hosts) > 1:
-            names = ", ".join(hosts[:8]) + (", ..." if len(hosts) > 8 else "")
-            advice = f" (check the network between {names})"
+            advice = f" (check the network between {shortened(hosts)})"
         return (
             f"all ranks wait in stage {self.record.stage!r}: they entered different collectives, "
             f"or cannot reach each other{advice}"

@@ -226,7 +226,7 @@ def check_kto_weights(kwargs: dict[str, Any]) -> None:
                 f"algorithm.loss_kwargs.{name}={weight} must be at least 0: a negative weight "
                 "would teach the opposite of the labels"
             )
-    if not any(weights.values()):
+    if all(weight == 0 for weight in weights.values()):
         settings = " and ".join(f"algorithm.loss_kwargs.{name}=0" for name in weights)
         raise InputError(f"{settings} teach nothing: set at least one of them above 0")
 

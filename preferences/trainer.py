@@ -15,7 +15,7 @@ from data.batching.batch import Batch
 from data.batching.plan import Plan
 from data.preference_dataset import PreferenceDataset
 from engines.base import Engine
-from engines.build import engine_class
+from engines.build import create_groups, engine_class
 from engines.reference import reference_config
 from preferences.cache import cache_reference
 from preferences.losses import AnswerCounts, PreferenceLoss
@@ -73,6 +73,7 @@ class PreferenceTrainer:
             return Reference(engine, without_adapters=False)
 
         if is_cached and is_frozen:
+            create_groups(config)
             cache_reference(config, datasets, cache_dir, frozen_reference)
         engine = build_engine(config, device, total_steps)
         trainer = cls(engine, loss, None, config.data.max_length)

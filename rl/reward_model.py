@@ -130,10 +130,14 @@ def read_conversations(
     setting = f"{KEY}={config.reward.model.path}"
     warned: set[str] = set()
     for key, dataset in datasets.items():
-        for index in first_of_each_form(dataset, chat, options):
-            row = dataset.rows[index]
+        forms: set[tuple] = set()
+        for index, row in enumerate(dataset.rows):
             place = f"prompt {index + 1} of {key} ({opening(dataset[index])})"
             try:
+                form = form_of(row, chat, options)
+                if form in forms:
+                    continue
+                forms.add(form)
                 (ids,) = encode_answered([row], ["1"], chat, options)
             except InputError as error:
                 raise InputError(f"{setting}: {place}: {error}") from None
@@ -151,14 +155,6 @@ def read_conversations(
                     flush=True,
                 )
                 warned |= set(unseen)
-
-
-def first_of_each_form(dataset: PromptDataset, chat: ChatTokenizer, options) -> list[int]:
-    """Return the first prompt of each form, as indices."""
-    first: dict[tuple, int] = {}
-    for index in range(len(dataset)):
-        first.setdefault(form_of(dataset.rows[index], chat, options), index)
-    return list(first.values())
 
 
 def opening(prompt: Prompt) -> str:

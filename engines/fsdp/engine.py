@@ -26,13 +26,12 @@ from engines.base import Engine, LossFn
 from engines.checkpoint.storage import Writer
 from engines.context_parallel import fixed_cp_size, has_dynamic_cp
 from engines.dropout import DropoutSeeds
-from engines.fsdp import sharded_memory, vision
+from engines.fsdp import sharded_memory, sharding, vision
 from engines.fsdp.attention import Packing, attention_set_to, gathers_keys
 from engines.fsdp.checks import check_model_and_layout
 from engines.fsdp.packed_model import PackedModel
 from engines.fsdp.rounding import report_lost_updates
 from engines.fsdp.router_loss import RouterLoss
-from engines.fsdp.sharding import begin_micro_batch, full_tensor, reshard, shard
 from engines.fsdp.state import ModelState, future_optimizer_sizes, optimizer_tensors
 from engines.fsdp.transforms import build_model, prepare_layers, uses_compile
 from engines.heads import Head, LogProbHead, ValueHead, call_loss
@@ -159,7 +158,7 @@ class FSDPEngine(Engine):
         prepare_layers(self.hf, config, self.device.type)
         # Unlike self._layers, these include the vision tower's layers.
         all_layers = layer_modules(self.hf, self.hf)
-        shard(self.model, all_layers, config, self.device.type, self.world_size)
+        sharding.shard(self.model, all_layers, config, self.device.type, self.world_size)
 
     def _make_head(self, head: Head, temperature: float) -> nn.Module:
         if head is Head.VALUES:
@@ -192,7 +191,7 @@ class FSDPEngine(Engine):
         keep_short_frequencies(self.hf)
         load_adapter(self.hf, self.config.model.lora, self.config.trainer.seed)
         embedding = self.hf.get_input_embeddings()
-        row_sums = full_tensor(embedding.weight.detach().abs().sum(1)).to(self.device)
+        row_sums = sharding.full_tensor(embedding.weight.detach().abs().sum(1)).to(self.device)
         keep_zero_padding_row(embedding, embedding.padding_row, row_sums == 0)
         self.model.train()
 
@@ -218,9 +217,10 @@ class FSDPEngine(Engine):
             laid_out = self._laid_out(batch, micro_batches)
             for number, micro_batch in enumerate(laid_out, start=1):
                 is_last = number == len(micro_batches)
-                begin_micro_batch(self.model, self.config.engine, self.world_size, is_last)
+                sharding.begin_micro_batch(self.model, self.config.engine, self.world_size, is_last)
                 for name, amount in self._backward(micro_batch, loss_fn).items():
                     sums[name] += amount.detach() * self.reports_group(micro_batch.group)
+        sharding.check_all_are_summed(self.model, self.config.engine, self.world_size)
         grad_norm = self._clip_gradients()
         self.adapter_guard.check(grad_norm, self._adapters_without_gradient())
         lr = schedule.learning_rate(self.optim, step, self.total_steps)
@@ -259,7 +259,7 @@ class FSDPEngine(Engine):
     def _clip_gradients(self) -> float:
         """Clip the gradients, and return their norm before clipping."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = full_tensor(nn.utils.get_total_norm(gradients))
+        norm = sharding.full_tensor(nn.utils.get_total_norm(gradients))
         if self.optim.clip_grad > 0:
             max_norm = self.optim.clip_grad
             norm_on_device = norm.to(gradients[0].device)
@@ -321,8 +321,8 @@ class FSDPEngine(Engine):
 
     def output_matrix(self) -> Tensor:
         self.onload("parameters")
-        reshard(self.model)
-        weight = full_tensor(self.hf.get_output_embeddings().weight.detach())
+        sharding.reshard(self.model)
+        weight = sharding.full_tensor(self.hf.get_output_embeddings().weight.detach())
         # A copy, since offloading frees the parameter's own memory.
         return weight.to(self.device, self.compute_dtype, copy=True)
 
@@ -442,7 +442,7 @@ class FSDPEngine(Engine):
     checkpoint_bytes = staticmethod(sharded_memory.checkpoint_bytes)
 
     def offload(self, *parts: str) -> None:
-        reshard(self.model)
+        sharding.reshard(self.model)
         self.host_memory.offload(self.tensors_of(*parts))
         optimizers = self.optimizers if "optimizer" in parts else []
         self.host_memory.reserve_bytes(future_optimizer_sizes(optimizers, self.device.type))

@@ -18,6 +18,7 @@ from engines.fsdp.sharding import (
     is_replicated,
     is_sharded,
     num_shards,
+    sums_replicas_once,
 )
 from engines.fsdp.transforms import build_model, uses_compile
 from engines.heads import Head
@@ -76,6 +77,10 @@ class Setup:
     @property
     def has_replicas(self) -> bool:
         return has_replicas(self.config.engine, self.world_size)
+
+    @property
+    def sums_replicas_once(self) -> bool:
+        return sums_replicas_once(self.hf, self.config.engine, self.world_size)
 
     @property
     def num_tokens(self) -> float:
@@ -167,7 +172,7 @@ def at_end_of_backward(setup: Setup, start: Estimate) -> Estimate:
             gathered_weights = in_root * setup.compute_bytes
     return replace(
         start,
-        gradients=sum(p.nbytes for p in setup.trained) / setup.num_shards,
+        gradients=last_gradient_bytes(setup),
         gathered_weights=gathered_weights,
         unreduced_gradients=unreduced_gradients,
         activations=0,
@@ -244,27 +249,37 @@ def last_unreduced_bytes(setup: Setup) -> float:
 
 
 def waiting_gradient_bytes(setup: Setup) -> float:
-    """Return the bytes of this rank's summed gradients at the start of a backward pass.
+    """Return the bytes of this rank's gradients at the start of a backward pass.
 
-    Replicas sum theirs only in a step's last micro-batch. Until then FSDP keeps them in
-    reduce_dtype; otherwise they have the dtype of the weights.
+    If replicas sum theirs only in a step's last micro-batch, FSDP keeps them in reduce_dtype until
+    then. Otherwise they have the dtype of the weights.
     """
-    if setup.has_replicas and not setup.config.engine.cpu_offload:
+    if setup.sums_replicas_once:
         return sum(p.numel() for p in setup.trained) * setup.reduce_bytes / setup.num_shards
     return sum(p.nbytes for p in setup.trained) / setup.num_shards
+
+
+def last_gradient_bytes(setup: Setup) -> float:
+    """Return the bytes of this rank's gradients when only those outside the layers wait."""
+    num_bytes = sum(p.nbytes for p in setup.trained)
+    if setup.sums_replicas_once:
+        in_layers = {p for layer in setup.layers for p in layer.parameters()}
+        waiting = [p for p in setup.trained if p not in in_layers]
+        num_bytes += sum(p.numel() * setup.reduce_bytes - p.nbytes for p in waiting)
+    return num_bytes / setup.num_shards
 
 
 def kept_all_reduced_bytes(setup: Setup) -> float:
     """Return the bytes of gradients in reduce_dtype that exist beside those in the weights' dtype.
 
     After all replicas have summed the gradients of a layer, FSDP keeps the result to the end of the
-    backward pass. If both dtypes are the same, it is the gradient itself.
+    backward pass. If both dtypes are the same and nothing has to be added, it is the gradient.
     """
     if not setup.has_replicas:
         return 0
     in_root, _ = root_and_layer(setup.trained, setup.layers)
-    is_copy = any(p.element_size() != setup.reduce_bytes for p in setup.trained)
-    if not is_copy and not setup.config.engine.cpu_offload:
+    has_own_dtype = all(p.element_size() == setup.reduce_bytes for p in setup.trained)
+    if setup.sums_replicas_once and has_own_dtype:
         return 0
     num_in_layers = sum(p.numel() for p in setup.trained) - in_root
     return num_in_layers * setup.reduce_bytes / setup.num_shards

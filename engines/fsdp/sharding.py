@@ -91,13 +91,26 @@ def offload_policy(engine: DictConfig, device_type: str) -> OffloadPolicy:
     return OffloadPolicy()
 
 
+def sums_replicas_once(model: nn.Module, engine: DictConfig, world_size: int) -> bool:
+    """Return whether replicas sum their gradients once per step, not after each micro-batch.
+
+    Until then, FSDP adds up the micro-batches in reduce_dtype. This must not round more than the
+    dtype of the weights does.
+    """
+    if engine.cpu_offload or not has_replicas(engine, world_size):
+        return False
+    reduce_bytes = getattr(torch, engine.reduce_dtype).itemsize
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return all(p.element_size() <= reduce_bytes for p in trained)
+
+
 def begin_micro_batch(model: nn.Module, engine: DictConfig, world_size: int, is_last: bool) -> None:
-    """Skip communication between the micro-batches of a step that does not change the result.
+    """Skip communication between the micro-batches of a step that changes no more than rounding.
 
     With ZeRO-2, the weights stay gathered until the step's last backward pass. A single rank, which
     has no other ranks to reduce gradients with, accumulates them until the last micro-batch.
-    Replicas sum their gradients in the last micro-batch, so every parameter that has a gradient in
-    one micro-batch must have one in the last. With engine.cpu_offload, nothing is skipped.
+    Replicas sum their gradients in the last micro-batch; see check_all_are_summed(). With
+    engine.cpu_offload, nothing is skipped.
 
     is_last: whether this is the step's last micro-batch.
     """
@@ -107,8 +120,29 @@ def begin_micro_batch(model: nn.Module, engine: DictConfig, world_size: int, is_
         model.set_reshard_after_backward(is_last)
     if world_size == 1:
         model.set_requires_gradient_sync(is_last)
-    elif has_replicas(engine, world_size):
+    elif sums_replicas_once(model, engine, world_size):
         model.set_requires_all_reduce(is_last)
+
+
+def check_all_are_summed(model: nn.Module, engine: DictConfig, world_size: int) -> None:
+    """Check that no gradient still waits to be summed over replicas after a step's last backward.
+
+    FSDP would add it to the next step's.
+
+    Raises:
+        RuntimeError: a layer had a gradient in an earlier micro-batch, but none in the last one.
+    """
+    if not sums_replicas_once(model, engine, world_size):
+        return
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is not None and group._partial_reduce_output is not None:
+            raise RuntimeError(
+                f"{name or 'the model'} has no gradient in the last micro-batch of a step, but in "
+                "an earlier one: replicas (engine.fsdp_size) have not summed it"
+            )
 
 
 def reshard(model: nn.Module) -> None:

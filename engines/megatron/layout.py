@@ -152,8 +152,21 @@ def check_context_parallel(config: DictConfig, hf_config) -> None:
 
 
 def initialize(engine: DictConfig) -> None:
-    """Create Megatron's process groups, unless they exist: all engines share one layout."""
+    """Create Megatron's process groups, unless they exist: all engines share one layout.
+
+    The trained model's engine has to be the first. A model without experts beside it has its own
+    number of ranks for experts, 1, and does not use their groups.
+
+    Raises:
+        RuntimeError: the groups were created for a model that does not divide its experts so.
+    """
     if mpu.model_parallel_is_initialized():
+        size = mpu.get_expert_model_parallel_world_size()
+        if engine.expert_model_parallel_size not in (1, size):
+            raise RuntimeError(
+                f"the process groups were created for expert_model_parallel_size={size}, not "
+                f"{engine.expert_model_parallel_size}"
+            )
         return
     vpp = engine.virtual_pipeline_model_parallel_size
     mpu.initialize_model_parallel(

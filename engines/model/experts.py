@@ -34,9 +34,9 @@ def experts_per_token(hf_config) -> int:
 
 
 def with_own_experts(config: DictConfig) -> DictConfig:
-    """Return the configuration of a model beside the trained one, with settings for its experts.
+    """Return the configuration of a model beside the trained one, without settings it cannot use.
 
-    Without experts, there is nothing to divide over ranks, and no loss of routers, whatever the
+    A model without experts has nothing to divide over ranks and no loss of routers, whatever the
     trained model has.
 
     Args:

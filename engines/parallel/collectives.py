@@ -9,8 +9,12 @@ from torch import Tensor
 from engines.parallel.device import gather_values
 
 # torch 2.13 renamed these two. Both names take (output, input).
-gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+if hasattr(dist, "all_gather_single"):
+    gather_tensor = dist.all_gather_single
+    reduce_scatter_tensor = dist.reduce_scatter_single
+else:
+    gather_tensor = dist.all_gather_into_tensor
+    reduce_scatter_tensor = dist.reduce_scatter_tensor
 
 
 class AllGatherSliceGrad(torch.autograd.Function):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from config import load
+from engines.build import create_groups
 from engines.fsdp.engine import FSDPEngine
 from engines.megatron.engine import MegatronEngine
 from tests.support.cases import id_of, slow_unless_quick
@@ -96,3 +97,19 @@ def test_megatron_trains_as_fsdp_does(trained, name):
     for key, output in expected.outputs.items():
         tolerance = 1e-4 if key == "log-probabilities" else 1e-5
         np.testing.assert_allclose(actual.outputs[key], output, rtol=0, atol=tolerance, err_msg=key)
+
+
+def error_of_other_experts() -> str:
+    """Return the error of groups for experts after groups without them."""
+    pairs = ["model_engine=megatron", "model.path=unused", "data.train_files=unused"]
+    dense = load("sft.yaml", pairs)
+    with_experts = load("sft.yaml", [*pairs, "engine.expert_model_parallel_size=2"])
+    create_groups(dense)
+    with pytest.raises(RuntimeError) as raised:
+        create_groups(with_experts)
+    return str(raised.value)
+
+
+def test_groups_of_a_dense_model_are_not_used_for_experts(tmp_path):
+    for error in on_ranks(2, tmp_path, error_of_other_experts):
+        assert "were created for expert_model_parallel_size=1, not 2" in error

@@ -165,6 +165,20 @@ def test_replicas_keep_gradients_in_the_dtype_in_which_they_are_summed(tmp_path)
     assert unreduced[2, "float32"] == unreduced[4, "float32"] + in_layers / 2 * 4
 
 
+def test_gradients_that_wait_for_other_replicas_have_the_dtype_of_the_sum(model):
+    pairs = ["engine.param_dtype=bfloat16", "data.max_tokens_per_micro_batch=4096"]
+    gradients = {}
+    for fsdp_size in (4, 2):
+        config = make_config(model, *pairs, f"engine.fsdp_size={fsdp_size}")
+        assert config.engine.reduce_dtype == "float32"
+        (estimate,) = FSDPEngine.estimate_memory(config, 4, "cpu")
+        assert not estimate.is_after_backward
+        gradients[fsdp_size] = estimate.gradients
+    hf, _ = build_model(config, Head.LOG_PROBS)
+    num_parameters = sum(p.numel() for p in hf.parameters())
+    assert gradients == {4: num_parameters / 4 * 2, 2: num_parameters / 2 * 4}
+
+
 def test_an_optimizer_of_the_users_own_is_counted_like_adam_and_named_so(model, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import torch\n\nclass Mine(torch.optim.SGD):\n    pass\n")

@@ -39,14 +39,21 @@ def test_the_first_key_that_differs_is_named_with_its_ranks(tmp_path):
     setup = describe_rank(configure(tmp_path))
     other = describe_rank(configure(tmp_path, "optim.lr=5e-2", "rollout.n=4"))
     assert first_difference([setup, setup, other, other], ["a"] * 4).startswith(
-        "rollout.n differs between ranks: 8 on rank 0, 4 on rank 2, 3: start all ranks"
+        "rollout.n differs between ranks: 8 on rank 0, 4 on ranks 2, 3: start all ranks"
     )
 
 
 def test_nodes_that_differ_are_named():
     setups = [{"torch": version} for version in ("2.11", "2.11", "2.12", "2.12")]
     assert first_difference(setups, ["a", "a", "b", "b"]).startswith(
-        "torch differs between ranks: 2.11 on rank 0 (a), 2.12 on rank 2, 3 (b): start all ranks"
+        "torch differs between ranks: 2.11 on rank 0 (a), 2.12 on ranks 2, 3 (b): start all ranks"
+    )
+
+
+def test_only_ranks_with_the_same_other_value_are_named():
+    setups = [{"torch": version} for version in ("2.11", "2.12", "2.13", "2.12")]
+    assert first_difference(setups, ["a"] * 4).startswith(
+        "torch differs between ranks: 2.11 on rank 0, 2.12 on ranks 1, 3: start all ranks"
     )
 
 

@@ -21,6 +21,7 @@ from profiling import Profiler
 from tests.support.launch import ROOT
 
 CPU = torch.device("cpu")
+STEPS_PER_EPOCH = 5
 
 
 class Recorder:
@@ -48,7 +49,7 @@ def make_run(out, *pairs, step: int = 0, total_steps: int = 10, script: str = "s
         heartbeat=Recorder(),
         agreement=Agreement(save_freq=-1, save_minutes=0),
     )
-    run.steps_per_epoch = 5
+    run.steps_per_epoch = STEPS_PER_EPOCH
     run.total_steps = total_steps
     run.train = [0]
     run.val = [0]

@@ -41,7 +41,6 @@ TP2 = f"{MEGATRON} engine.tensor_model_parallel_size=2"
 PP2 = f"{MEGATRON} engine.pipeline_model_parallel_size=2"
 VPP2 = f"{PP2} engine.virtual_pipeline_model_parallel_size=2"
 PP4 = f"{MEGATRON} engine.pipeline_model_parallel_size=4"
-HYBRID = "engine.fsdp_size=2"
 DP2 = f"{MEGATRON} engine.overlap_grad_reduce=true"
 BF16_GRADIENTS = "engine.override_ddp_config.grad_reduce_in_fp32=false"
 AUX_LOSS = "engine.router_aux_loss_coef=0.001"
@@ -112,7 +111,6 @@ CASES = {
         Case("8B-A1B", f"{BF16} {TOKENS_8K} {AUX_LOSS}"),
         Case("7B", f"{BF16} {TOKENS_8K} {CHECKPOINTING}"),
         on_four("7B", f"{BF16} {TOKENS_8K} {CHECKPOINTING} {ZERO2}"),
-        on_four("7B", f"{BF16} {TOKENS_8K} {CHECKPOINTING} {HYBRID}"),
     ],
     "Megatron on two H200": [
         on_two("7B", TOKENS_8K),

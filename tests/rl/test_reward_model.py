@@ -17,7 +17,7 @@ from transformers import (
 
 from config import InputError, load
 from configs.errors import errors_about_model
-from data.answered import encode_answered, find_unseen
+from data.answered import encode_answered, find_unseen, form_of
 from data.chat.tokenizer import ChatTokenizer
 from data.prompts import PromptDataset, tokenize_prompts
 from data.tokenization import plain_options
@@ -565,6 +565,16 @@ def test_conversations_are_rendered_by_the_reward_models_template(tokenizer):
     empty = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": ""}]
     text = tokenizer.apply_chat_template(empty, tokenize=False)
     assert encoded[2] == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_rows_whose_contents_have_another_type_have_another_form():
+    chat = ChatTokenizer(make_tokenizer())
+
+    def form(content):
+        return form_of({"prompt": [{"role": "user", "content": content}]}, chat, options_of())
+
+    assert form("1+1=") == form("2+3=")
+    assert form("1+1=") != form([{"type": "text", "text": "1+1="}])
 
 
 def test_what_the_reward_models_template_leaves_out_is_found():

@@ -87,12 +87,13 @@ class Nodes:
 
     def close(self) -> None:
         """Remove the namespaces that exist, and the cables with them."""
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
         if self.link is not None:
             self.link.terminate()
             counts, _ = self.link.communicate()
-            self.num_packets, self.num_lost = map(int, counts.split())
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            if counts:  # otherwise the link has ended with an error of its own
+                self.num_packets, self.num_lost = map(int, counts.split())
 
 
 def rendezvous_options(node: int, rendezvous: str) -> list[str]:

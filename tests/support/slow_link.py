@@ -53,8 +53,10 @@ def open_device(namespace: str) -> int:
     return device
 
 
-def pass_on(devices: list[int], delay: float, share_lost: float) -> tuple[int, int]:
-    """Pass packets from each device to the other one, until SIGTERM.
+def pass_on(
+    devices: list[int], delay: float, share_lost: float, stop: list[int]
+) -> tuple[int, int]:
+    """Pass packets from each device to the other one, until `stop` has an element.
 
     Args:
         delay: seconds from one end to the other.
@@ -63,8 +65,6 @@ def pass_on(devices: list[int], delay: float, share_lost: float) -> tuple[int, i
     Returns:
         How many packets were passed on, and how many were lost.
     """
-    stop = []
-    signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
     rng = random.Random(SEED)
     under_way: list[tuple[float, int, int, bytes]] = []  # due time, number, device, packet
     number = 0
@@ -112,8 +112,10 @@ def start_link(namespaces: list[str], delay: float, share_lost: float) -> subpro
 def main() -> None:
     first, second, delay, share_lost = sys.argv[1:]
     devices = [open_device(namespace) for namespace in (first, second)]
+    stop: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
     print(READY, flush=True)
-    print(*pass_on(devices, float(delay), float(share_lost)))
+    print(*pass_on(devices, float(delay), float(share_lost), stop))
 
 
 if __name__ == "__main__":

@@ -68,13 +68,13 @@ def run_step(model: Path, *settings: str) -> Step:
     )
 
 
-def run_both(folder, tmp_path, monkeypatch, num_ranks, setting) -> tuple[Step, Step]:
+def run_both(folder, tmp_path, monkeypatch, num_ranks, *settings) -> tuple[Step, Step]:
     """Return a step that spares communication between micro-batches, and one that does not."""
     for name in ("sparing", "plain"):
         (tmp_path / name).mkdir()
-    sparing = on_ranks(num_ranks, tmp_path / "sparing", run_step, folder / "qwen3", setting)[0]
-    monkeypatch.setattr("engines.fsdp.engine.begin_micro_batch", lambda *_: None)
-    plain = on_ranks(num_ranks, tmp_path / "plain", run_step, folder / "qwen3", setting)[0]
+    sparing = on_ranks(num_ranks, tmp_path / "sparing", run_step, folder / "qwen3", *settings)[0]
+    monkeypatch.setattr("engines.fsdp.sharding.begin_micro_batch", lambda *_: None)
+    plain = on_ranks(num_ranks, tmp_path / "plain", run_step, folder / "qwen3", *settings)[0]
     return sparing, plain
 
 
@@ -127,11 +127,31 @@ def test_who_reports_the_results_of_two_ranks_that_share_sequences(folder, tmp_p
 
 
 @pytest.mark.slow
-def test_replicas_sum_their_gradients_once_in_a_step(folder, tmp_path, monkeypatch):
-    sparing, plain = run_both(folder, tmp_path, monkeypatch, 2, "engine.fsdp_size=1")
-    spared = 3 * plain.num_units  # of four micro-batches
-    assert plain.num_all_reduces - sparing.num_all_reduces == spared
+@pytest.mark.parametrize("reduce_dtype, spared", [("float32", 3), ("bfloat16", 0)])
+def test_replicas_sum_their_gradients_once_per_step(
+    folder, tmp_path, monkeypatch, reduce_dtype, spared
+):
+    """In bfloat16, adding up the four micro-batches would round more than fp32 weights do."""
+    settings = ["engine.fsdp_size=1", f"engine.reduce_dtype={reduce_dtype}"]
+    sparing, plain = run_both(folder, tmp_path, monkeypatch, 2, *settings)
+    assert plain.num_all_reduces - sparing.num_all_reduces == spared * plain.num_units
     for name, expected in plain.metrics.items():
         assert sparing.metrics[name] == pytest.approx(expected, rel=1e-5), name
     for name, expected in plain.weights.items():
         torch.testing.assert_close(sparing.weights[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def error_of_step(model: Path) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        run_step(model, "engine.fsdp_size=1")
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_gradients_that_replicas_have_not_summed_are_an_error(folder, tmp_path, monkeypatch):
+    def never_sum(model, *_) -> None:
+        model.set_requires_all_reduce(False)
+
+    monkeypatch.setattr("engines.fsdp.sharding.begin_micro_batch", never_sum)
+    for error in on_ranks(2, tmp_path, error_of_step, folder / "qwen3"):
+        assert "replicas (engine.fsdp_size) have not summed it" in error
