@@ -45,11 +45,22 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "4-tp4",
     ),
     "tests/engines/fsdp/test_training.py::test_*": (
+        "4-auto_bf16",
         "4-auto_padded",
         "4-auto_sliding_window",
         "4-auto_without_heads_for_two",
+        "4-fp32_master_cp2",
         "4-lora_hybrid_cp2",
+        "4-uneven_cp2_dp2",
     ),
+    # Other levels and dtypes of something that is tested with one of them.
+    "tests/profiling/test_msprobe.py::test_calls_are_dumped_also_*": ("L1",),
+    "tests/profiling/test_msprobe.py::test_engines_dump_all_they_run": ("megatron-statistics-",),
+    "tests/engines/test_low_precision.py::test_the_compiled_update_is_the_same": (
+        "bfloat16, 8-bit moments",
+        "bfloat16, fp32 moments",
+    ),
+    "tests/job/test_sft.py::test_a_full_disk_is_one_line": ("the third checkpoint",),
     "tests/rl/test_train_ppo.py::test_nothing_that_is_learned_*": ("4 ranks",),
     # Layouts that the engines' own tests compare, too.
     "tests/reward_models/test_train_rm.py::test_losses_and_gradients_do_not_*": (
