@@ -291,8 +291,9 @@ def sum_of_normalized(
     size = torch.zeros(len(group), dtype=torch.float64)
     for name, part in parts.items():
         normalized, _ = grpo(part.double(), group)
-        total += part_weights[name] * normalized
-        size += (part_weights[name] * normalized).abs()
+        weighted = part_weights[name] * normalized
+        total += weighted
+        size += weighted.abs()
     return torch.where(total.abs() > 1e-5 * size, total, 0)
 
 

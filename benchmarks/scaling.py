@@ -163,8 +163,11 @@ def grpo(shape: str, layout: str, num_gpus: int, prompts_per_gpu: int, *settings
 
 
 def make_trials(arguments: argparse.Namespace) -> list[Trial]:
-    if arguments.tiny:
-        return tiny_trials(arguments)
+    trials = tiny_trials(arguments) if arguments.tiny else trials_of_host(arguments)
+    return [trial for trial in trials if re.search(arguments.only, trial.name)]
+
+
+def trials_of_host(arguments: argparse.Namespace) -> list[Trial]:
     num_gpus = arguments.num_gpus
     is_small = smallest_memory_gib() < SMALL_GPU_GIB
     trials = {
@@ -172,8 +175,7 @@ def make_trials(arguments: argparse.Namespace) -> list[Trial]:
         "experts": experts_trials(num_gpus, "8B-A1B"),
         "grpo": grpo_trials(num_gpus, {"0.5B": 256, "7B": 64}, is_small),
     }
-    chosen = [trial for part in arguments.parts for trial in trials[part]]
-    return [trial for trial in chosen if re.search(arguments.only, trial.name)]
+    return [trial for part in arguments.parts for trial in trials[part]]
 
 
 def tiny_trials(arguments: argparse.Namespace) -> list[Trial]:
@@ -388,6 +390,8 @@ def main() -> None:
     done = json.loads(out.read_text()) if arguments.out and out.exists() else {}
     bench = Bench(arguments.models, arguments.assets, out, deadline)
     trials = make_trials(arguments)
+    if not trials:
+        sys.exit(f"error: --only={arguments.only} matches no run of these parts")
     problems = run_all(bench, trials, arguments.num_gpus, done)
     print_table(trials, done)
     for problem in problems:

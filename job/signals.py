@@ -6,6 +6,8 @@ import time
 
 # After a Ctrl-C, ranks receive SIGINT twice: from the terminal, and from torchrun.
 SECONDS_OF_ONE_CTRL_C = 2
+# The signals that stop a run after its step.
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class Agreement:
@@ -34,7 +36,7 @@ class Agreement:
         self.is_training = False
         self.received_at: float | None = None
         self.saved_at = time.monotonic()
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        for number in STOPPING:
             is_ignored = signal.getsignal(number) == signal.SIG_IGN  # nohup ignores SIGHUP
             if not is_ignored:
                 signal.signal(number, self._receive)

@@ -11,8 +11,6 @@ import pytest
 
 from tests.support.launch import QuickGuard
 
-HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-
 
 class ShowFailures:
     """Prints a failure when it happens.
@@ -97,7 +95,9 @@ def process_group() -> Iterator[None]:
 @pytest.fixture
 def own_signals() -> Iterator[None]:
     """Restore this process's signal handlers, which an Agreement replaces."""
-    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    from job.signals import STOPPING
+
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
