@@ -6,6 +6,7 @@ For tests of a few collectives that need no torchrun. What the function returns 
 import multiprocessing
 import os
 import pickle
+import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,14 +20,17 @@ SECONDS = 300  # for one function on all ranks, on a busy machine
 def on_ranks(num_ranks: int, folder: Path, function: Callable, *arguments) -> list:
     """Return what function(*arguments) returns on each rank.
 
-    folder: an empty directory, for the file in which the ranks meet.
+    folder: a directory, for the file in which the ranks meet. The file is a new one in each call:
+        torch removes it when the last rank ends, but not always, and a later group would then read
+        addresses at which nobody listens.
     """
     context = multiprocessing.get_context("fork")
+    store_folder = Path(tempfile.mkdtemp(prefix="store-", dir=folder))
     receivers = []
     processes = []
     for rank in range(num_ranks):
         receiver, sender = context.Pipe(duplex=False)
-        arguments_of_rank = (sender, rank, num_ranks, folder / "store", function, arguments)
+        arguments_of_rank = (sender, rank, num_ranks, store_folder / "store", function, arguments)
         process = context.Process(target=run_rank, args=arguments_of_rank, daemon=True)
         process.start()
         sender.close()
