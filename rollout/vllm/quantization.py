@@ -20,9 +20,12 @@ from engines.model import mtp
 from engines.model.experts import expert_weights
 from engines.model.float8 import check_accelerator
 from engines.model.hf import build_on_meta, layer_modules, read_hf_config
+from engines.model.shape import head_dim
 
 # vLLM's name for weights with one scale per output channel and activations with one per token.
 VLLM_NAME = "fp8_per_channel"
+# vLLM's attention on a CPU reads keys and values in FP8 only of heads of such sizes.
+CPU_HEAD_DIM_MULTIPLE = 32
 
 
 def is_quantized(config: DictConfig) -> bool:
@@ -66,7 +69,10 @@ def check_quantization(config: DictConfig) -> None:
         if expert_weights(build_on_meta(read_hf_config(config.model.path), torch.float32)):
             raise InputError(f"{setting} does not work with mixtures of experts yet: leave it out")
     if has_fp8_cache(config):
-        check_setting(config, f"rollout.kv_cache_dtype={rollout.kv_cache_dtype}")
+        setting = f"rollout.kv_cache_dtype={rollout.kv_cache_dtype}"
+        check_setting(config, setting)
+        if not torch.accelerator.is_available():
+            check_cache_on_cpu(config, setting)
 
 
 def check_setting(config: DictConfig, setting: str) -> None:
@@ -91,3 +97,27 @@ def check_setting(config: DictConfig, setting: str) -> None:
             f"{setting} does not work with model.mtp.enable_rollout=true yet: use only one"
         )
     check_accelerator(setting)
+
+
+def cpu_can_cache() -> bool:
+    """Return whether vLLM's attention on this CPU reads keys and values in FP8."""
+    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def check_cache_on_cpu(config: DictConfig, setting: str) -> None:
+    """Raise InputError if vLLM cannot keep this model's keys and values in FP8 on this CPU.
+
+    Args:
+        setting: "key=value".
+    """
+    if not cpu_can_cache():
+        raise InputError(
+            f"{setting} needs a GPU, or a CPU with AVX-512 or AMX. This CPU has neither: leave it "
+            "out"
+        )
+    size = head_dim(read_hf_config(config.model.path))
+    if size % CPU_HEAD_DIM_MULTIPLE != 0:
+        raise InputError(
+            f"{setting}: on a CPU, the size of attention heads must be a multiple of "
+            f"{CPU_HEAD_DIM_MULTIPLE}, and this model's is {size}: leave it out"
+        )

@@ -1,8 +1,8 @@
 """Run vLLM with weights and a KV cache in FP8, and write down numbers.
 
-    torchrun --nproc-per-node 1 tests/rollout/fp8_worker.py MODEL OUT.json
+    torchrun --nproc-per-node 1 tests/rollout/fp8_worker.py MODEL CACHE_DTYPE OUT.json
 
-One vLLM serves all cases.
+CACHE_DTYPE is rollout.kv_cache_dtype: some CPUs have no FP8 cache. One vLLM serves all cases.
 """
 
 import json
@@ -28,14 +28,14 @@ SETTINGS = [
     "engine.compute_dtype=bfloat16",
     "algorithm.rollout_is=token",
     "rollout.quantization=fp8",
-    "rollout.kv_cache_dtype=fp8",
 ]
 NUM_PROMPTS = 8
 
 
-def main(model: Path, out: Path) -> None:
+def main(model: Path, cache_dtype: str, out: Path) -> None:
     this_device = device.init()
-    config = load("ppo.yaml", [f"model.path={model}", *SETTINGS])
+    cache = f"rollout.kv_cache_dtype={cache_dtype}"
+    config = load("ppo.yaml", [f"model.path={model}", *SETTINGS, cache])
     engine = FSDPEngine(config, this_device, total_steps=1)
     rollout = Rollout(config, this_device)
     results = {"cache dtypes": cache_dtypes(rollout)}
@@ -140,4 +140,4 @@ def fp8_tensors(rollout: Rollout) -> list[Tensor]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

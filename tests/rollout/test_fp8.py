@@ -15,6 +15,7 @@ from rollout.sharing import Share
 from rollout.vllm.arguments import Host, engine_arguments
 from rollout.vllm.capacity import kv_bytes_per_token, weight_bytes
 from rollout.vllm.fp8_weights import quantize_rows
+from rollout.vllm.quantization import cpu_can_cache
 from rollout.vllm.settings import check_rollout
 from tests.support.launch import launch
 from tests.support.models import make_model
@@ -23,15 +24,16 @@ from tests.support.ranks import on_ranks
 FP8_WEIGHTS = "rollout.quantization=fp8"
 FP8_CACHE = "rollout.kv_cache_dtype=fp8"
 NEEDED = ["engine.compute_dtype=bfloat16", "algorithm.rollout_is=token"]
+CAN_CACHE = torch.accelerator.is_available() or cpu_can_cache()
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fp8")
     for family in ("qwen3", "qwen3_moe"):
-        make_model(
-            folder / family, family, head_dim=32
-        )  # a multiple of 32, for an FP8 cache on CPUs
+        # A multiple of 32, for an FP8 cache on CPUs.
+        make_model(folder / family, family, head_dim=32)
+    make_model(folder / "narrow_heads", "qwen3", head_dim=16)
     return folder
 
 
@@ -68,7 +70,22 @@ def test_experts_are_not_quantized(models):
     with pytest.raises(InputError) as error:
         check_rollout(config_of(models / "qwen3_moe", FP8_WEIGHTS, *NEEDED), 1)
     assert str(error.value).startswith(f"{FP8_WEIGHTS} does not work with mixtures of experts yet")
-    check_rollout(config_of(models / "qwen3_moe", FP8_CACHE, *NEEDED), 1)
+    with_cache = config_of(models / "qwen3_moe", FP8_CACHE, *NEEDED)
+    if CAN_CACHE:
+        check_rollout(with_cache, 1)
+        return
+    with pytest.raises(InputError, match="needs a GPU, or a CPU with AVX-512 or AMX"):
+        check_rollout(with_cache, 1)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this is about CPUs")
+def test_a_cache_that_vllm_cannot_read_on_a_cpu(models):
+    with pytest.raises(InputError) as error:
+        check_rollout(config_of(models / "narrow_heads", FP8_CACHE, *NEEDED), 1)
+    if CAN_CACHE:
+        assert "must be a multiple of 32, and this model's is 16" in str(error.value)
+    else:
+        assert "needs a GPU, or a CPU with AVX-512 or AMX" in str(error.value)
 
 
 def test_the_base_is_not_shared_in_other_precision(models):
@@ -159,7 +176,8 @@ def test_an_fp8_cache_that_a_model_cannot_bear_is_an_error(tmp_path, gap):
 @pytest.fixture(scope="module")
 def results(models, tmp_path_factory):
     out = tmp_path_factory.mktemp("fp8_results") / "out.json"
-    launch(1, "tests/rollout/fp8_worker.py", models / "qwen3", out)
+    cache_dtype = "fp8" if CAN_CACHE else "auto"
+    launch(1, "tests/rollout/fp8_worker.py", models / "qwen3", cache_dtype, out)
     return json.loads(out.read_text())
 
 
@@ -174,7 +192,7 @@ def test_vllm_holds_the_trainers_weights_in_fp8(results, update):
 
 @pytest.mark.slow
 def test_the_kv_cache_is_in_fp8(results):
-    assert results["cache dtypes"] == ["fp8"]
+    assert results["cache dtypes"] == ["fp8" if CAN_CACHE else "auto"]
 
 
 @pytest.mark.slow
