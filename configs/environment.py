@@ -1,4 +1,4 @@
-"""The environment variables by which torchrun or srun tells a process which rank it is."""
+"""The environment variables in which torchrun or srun passes a process its rank."""
 
 import os
 

@@ -21,8 +21,8 @@ TYPES = {
     (int, float): ("a number", "number"),
     (str, list): ("a path or a list of paths", ["string", "array"]),
 }
-ONLY_ESCAPES = re.compile(r"(\\[nrt])+")  # written, not interpreted
-REQUIRED = "???"  # the default of a key that has none
+ONLY_ESCAPES = re.compile(r"(\\[nrt])+")  # a backslash and a letter, not a control character
+REQUIRED = "???"  # in place of a default, for a key that the user must set
 
 
 @dataclass(frozen=True)

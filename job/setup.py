@@ -110,7 +110,7 @@ def count_steps(config, train) -> tuple[int, int]:
 
 
 def check_tool_settings(config) -> None:
-    """Raise InputError for a setting in `profiler` of a tool that is not in profiler.tool.
+    """Raise InputError for changed settings of a tool that profiler.tool does not name.
 
     profiler.synchronize has an effect without a tool.
     """
