@@ -275,8 +275,8 @@ def report_lines(paths: list[Path], uses: list[dict], is_training: bool) -> Iter
 def check_column_keys(options, datasets: Mapping[str, Any]) -> None:
     """Raise InputError for a key of `data` that names a column which is read from no row.
 
-    A key that has its default may do so: most rows have no tools and no images. So may a key whose
-    column exists but is empty.
+    This is no error for a key with its default, since most rows have no tools and no images, nor
+    for a column that exists but is empty.
 
     Args:
         options: the section `data` of the configuration.

@@ -166,8 +166,8 @@ def check_no_system_prompt(options) -> None:
 def with_system_message(messages: list[dict], row: dict, options) -> list[dict]:
     """Return the messages, beginning with the row's system message or with data.system_prompt.
 
-    The system message of a row is in its messages or in a column. The prompt is only for rows that
-    have none.
+    The system message of a row is in its messages or in a column. data.system_prompt is only for
+    rows that have none.
 
     Raises:
         InputError: the column and the messages differ.

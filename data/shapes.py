@@ -176,8 +176,8 @@ def read_shape(row: dict, options, with_response: bool) -> tuple[dict, str]:
 def chats_in_text(row: dict, options) -> dict[str, list]:
     """Return the columns of chats that are JSON text, as in cells of CSV files, as {column: chat}.
 
-    Only columns that hold chats otherwise are read in this way. A response may be any text, and so
-    may the completion of a prompt that is a text.
+    Only columns that usually hold chats are read in this way. A response may be any text, and so
+    may a completion if its prompt is a text.
 
     Raises:
         InputError: a chat is written in Python's notation.

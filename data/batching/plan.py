@@ -55,7 +55,7 @@ class Plan:
         return self.first[self.sequences] == rank
 
     def expanded(self, group_size: int) -> "Plan":
-        """Return the plan of the sequences for a plan of groups of neighbouring sequences.
+        """Return this plan for single sequences, if its items are groups of neighbouring sequences.
 
         Group i consists of the sequences group_size * i, group_size * i + 1, ...
         """

@@ -119,7 +119,7 @@ def agent(function):
 @pytest.mark.parametrize(
     "function, error",
     [
-        ({"arguments": {"a": 1}}, "has no name of a function"),
+        ({"arguments": {"a": 1}}, "has no function name"),
         ({"name": "add", "parameters": {"a": 1}}, 'no "arguments", only parameters'),
         ({"name": "add", "arguments": '{"a":'}, "arguments of tool calls must be an object"),
         ({"name": "add", "arguments": '"{}"'}, "arguments of tool calls must be an object"),
