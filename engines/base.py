@@ -370,7 +370,7 @@ class Engine(ABC):
 
     @property
     def is_classifier(self) -> bool:
-        """Whether exports are sequence classifiers: those of engines with a value head."""
+        """Whether exports are sequence classifiers: true if the engine has a value head."""
         return isinstance(self.head, ValueHead)
 
     @property
@@ -424,5 +424,5 @@ class Engine(ABC):
 
         Args:
             states: engine name -> state(loading=True), and "rng", as in write().
-            directory: of the checkpoint.
+            directory: the directory that write() filled.
         """

@@ -122,7 +122,7 @@ class ValueHead(nn.Module):
 def call_loss(
     loss_fn: Callable, head: nn.Module, outputs: tuple[Tensor, ...], fields: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return what a loss function (engines.base.LossFn) returns for a head's outputs, each [T].
+    """Call a loss function (engines.base.LossFn) with a head's outputs, each [T].
 
     With distillation, the loss function gets the divergence from the teacher as a field.
     """

@@ -24,7 +24,7 @@ LABELS = {
     "teacher_matrix": "output matrix of the teacher",
     "device_total": "device total",
     "offloaded": "offloaded to host memory",
-    "teacher_outputs": "kept from the teacher, host",
+    "teacher_outputs": "teacher outputs, host",
 }
 ONLY_IN_TRAINING = (
     "gradients",

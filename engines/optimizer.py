@@ -232,8 +232,8 @@ def group_settings(optimizers: list[Optimizer], optim: DictConfig) -> list[dict]
     """Return the settings of each parameter group that come from the configuration.
 
     For torch's optimizers and those of this repository, these are all but the parameters. A user's
-    own optimizer may also keep state in a group, such as a counter, so of its settings only those
-    named like an input of its function count.
+    own optimizer may also keep state in a group, such as a counter. So only its settings that are
+    named like an input of its function are returned.
     """
     configured = plugins.parameters(find_optimizer(optim)) | {"weight_decay", *optim.kwargs}
     settings = []

@@ -238,7 +238,7 @@ def move_outputs(outputs: dict[str, Tensor], is_from: Tensor, is_to: Tensor) -> 
     Args:
         outputs: [T, ...] each.
         is_from: [T] bool, the response tokens of the sequences that were computed.
-        is_to: [T'] bool, as many, the response tokens of the other sequences.
+        is_to: [T'] bool, the response tokens of the other sequences; as many as in is_from.
 
     Returns:
         [T', ...] each, with 0 outside the responses.

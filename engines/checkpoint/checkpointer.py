@@ -260,7 +260,7 @@ def find_checkpoint(path: Path) -> Path:
 
     Args:
         path: a checkpoint, a run's directory, its directory checkpoints/ or the file `latest` in
-            it. For all but the first, the newest checkpoint is meant, and printed.
+            it. For all but the first, the newest checkpoint is chosen, and printed.
 
     Raises:
         InputError: if there is no checkpoint.
