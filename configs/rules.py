@@ -228,8 +228,7 @@ PATHS = replace(
     ),
     is_path=True,
 )
-# The name of a built-in function, or path/to/file.py:name.
-FUNCTION = PATH
+FUNCTION = PATH  # the name of a built-in function, or path/to/file.py:name
 TARGETS = rule(
     "must be all-linear, a regular expression or a list of names",
     lambda v: is_text(v) or are_names(v),
@@ -333,6 +332,8 @@ RULES = {
     "data.val_size": COUNT_OR_SHARE,
     "data.train_max_samples": COUNT_OR_ALL,
     "data.val_max_samples": COUNT_OR_ALL,
+    "data.ignored_fields": STRINGS,
+    "data.drop_processor_keys": STRINGS,
     "data.weights": optional(list, WEIGHTS),
     "data.sampler": optional(str, FUNCTION),
     "data.train_batch_size": at_least(1),

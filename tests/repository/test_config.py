@@ -175,6 +175,8 @@ def test_the_configuration_is_read_only():
         ("dry_run=1", "dry_run=1 must be true or false"),
         ("data.truncation=none", "must be one of error, left, right, drop"),
         ("data.num_proc=x", "must be a whole number or null"),
+        ("data.ignored_fields=[on]", "data.ignored_fields=[True] must be a list of strings"),
+        ("data.drop_processor_keys=[1]", "must be a list of strings"),
         ("trainer.save_freq=0", "must be above 0, or -1 for never"),
         ("trainer.logger=[console,neptune]", "not 'neptune'"),
         ("trainer.logger=console", "must be a list"),
