@@ -110,6 +110,9 @@ def read_prompt_completion(row: dict, with_response: bool) -> dict | None:
     """Read the columns prompt and completion, which are strings or lists of messages.
 
     The messages of the prompt are not learned. This shape is only for fine-tuning.
+
+    Raises:
+        InputError: a column is something else.
     """
     prompt = row.get("prompt")
     completion = row.get("completion")
@@ -121,6 +124,11 @@ def read_prompt_completion(row: dict, with_response: bool) -> dict | None:
         return {"response": completion}
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
+    for column, value in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(value, list):
+            raise InputError(
+                f'"{column}" must be a text or a list of messages, not {str(value)[:40]!r}'
+            )
     context = [
         message | {"loss_mask": 0} if isinstance(message, dict) else message for message in prompt
     ]

@@ -327,6 +327,19 @@ def test_a_history_that_is_no_list_of_pairs(history):
         read_shape(row, options(), True)
 
 
+@pytest.mark.parametrize(
+    "column, row",
+    [
+        ("completion", {"prompt": "q", "completion": 5}),
+        ("completion", {"prompt": "q", "completion": {"role": "assistant", "content": "a"}}),
+        ("prompt", {"prompt": 5, "completion": [{"role": "assistant", "content": "a"}]}),
+    ],
+)
+def test_a_prompt_or_completion_of_another_type(column, row):
+    with pytest.raises(InputError, match=f'"{column}" must be a text or a list of messages, not'):
+        read_shape(row, options(), True)
+
+
 def test_a_row_with_a_prompt_is_not_read_from_conversations():
     turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     assert read_shape({"conversations": turns}, options(), True) == (
