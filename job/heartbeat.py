@@ -143,8 +143,10 @@ class Heartbeat:
             self._end_if_late(records)
             if self.seconds_in_collective() > self.limit:
                 cause = self.explain_timeout()
-                waiting = [record for record in self.records() if record.has_timed_out]
-                self._end(f"{cause}; the others", waiting)
+                records = self.records()
+                waiting = [record for record in records if record.has_timed_out]
+                subject = "they" if len(waiting) == len(records) else "the others"
+                self._end(f"{cause}; {subject}", waiting)
 
     def _count_polls(self, records: list[Record], previous: list[Record]) -> None:
         """Count the polls since each rank's record last changed, and since it entered its stage."""
