@@ -116,7 +116,7 @@ def engine_defaults(model_engine: str) -> DictConfig:
 
 @cache
 def merged_defaults(defaults: str, model_engine: str) -> DictConfig:
-    """Return the defaults of a script with those of an engine. Do not change the result."""
+    """Return a script's defaults, merged with an engine's. Do not change the result."""
     return OmegaConf.merge(read_defaults(CONFIGS / defaults), engine_defaults(model_engine))
 
 

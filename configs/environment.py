@@ -52,7 +52,7 @@ def has_several_nodes() -> bool:
 
 
 def read_number(name: str, default: int) -> int:
-    """Return the value of a variable: the default if it is not set, 0 if it is no valid number."""
+    """Return a variable's value: the default if it is not set, 0 if it is not a valid number."""
     if name not in os.environ:
         return default
     return max(parse(os.environ[name]) or 0, 0)

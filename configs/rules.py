@@ -78,7 +78,7 @@ def is_path(key: str) -> bool:
 
 
 def rule_of(key: str) -> Rule:
-    """Return the rule for a key; for a key of a free group, that of the group, such as "a.b.*"."""
+    """Return the rule for a key. For a key of a free group, this is the group's rule, "a.b.*"."""
     group = key.rpartition(".")[0]
     return RULES.get(key, RULES.get(f"{group}.*", ANYTHING))
 

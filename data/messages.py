@@ -20,7 +20,7 @@ ROW_LOSS_COLUMNS = dict.fromkeys([*LOSS_KEYS, "weights", "sample_weight", "loss_
     "mask": 0,
     "masked": 0,
 }
-# Keys of a tool call's function beside its arguments.
+# Keys of a tool call's function besides its arguments.
 CALL_KEYS = ("name", "id", "type", "index", "function", "description")
 # Cells of CSV files are texts.
 BOOLEAN_TEXTS = {"true": 1.0, "false": 0.0}

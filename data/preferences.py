@@ -48,7 +48,7 @@ class Preference(NamedTuple):
         chosen, rejected: rows for data.chat.encoding.encode(); None if the row has no such answer.
         columns: the columns that the prompt, the answers and the label are read from.
         shape: the name of the form in data/shapes.py, or "".
-        options: the section `data` for encode(), which says what is trained.
+        options: the section `data` for encode(); its train_on selects the trained turns.
     """
 
     chosen: dict | None
@@ -98,7 +98,7 @@ def read_preference(row: dict, options, has_template: bool) -> Preference:
     raise InputError(
         f"{' and '.join(missing)} {'is' if present else 'are'} missing; the row has "
         f"{columns or 'no columns'}: name the columns in data.chosen_key and data.rejected_key, or "
-        "that of a label in data.label_key"
+        "the column of a label in data.label_key"
     )
 
 
@@ -189,8 +189,7 @@ def read_pair(row: dict, options, has_template: bool) -> Preference:
 def read_prompt(row: dict, options) -> Prompt:
     """Return the prompt of a pair, from the first of the columns that may hold it.
 
-    Some data sets repeat the chosen chat in a column of its own, which is no prompt
-    (UltraFeedback).
+    Some data sets repeat the chosen chat in another column, which is not a prompt (UltraFeedback).
     """
     answers = (row[options.chosen_key], row[options.rejected_key])
     for column in (options.messages_key, options.prompt_key, "conversations"):

@@ -87,7 +87,7 @@ def read_rewarded(row: dict, options, has_template: bool) -> tuple[Preference, f
         raise InputError(
             f'neither "{options.chosen_key}" and "{options.rejected_key}" nor a score is in the '
             f"row, which has {columns or 'no columns'}: name the columns in data.chosen_key and "
-            "data.rejected_key, or that of a score in data.score_key"
+            "data.rejected_key, or the column of a score in data.score_key"
         )
     without_label = copy(options)
     without_label.label_key = None

@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=die_with_parent)
 
 
 class CacheSpec(NamedTuple):
-    """What a cache contains: the columns of a row, and how they are computed.
+    """The contents of a cache: the columns of a row, and how they are computed.
 
     Attributes:
         version: the version of the cache's files. It is a part of the folder's name.

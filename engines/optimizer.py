@@ -231,7 +231,7 @@ def build(
 def group_settings(optimizers: list[Optimizer], optim: DictConfig) -> list[dict]:
     """Return the settings of each parameter group that come from the configuration.
 
-    For torch's optimizers and those of this repository, these are all but the parameters. A user's
+    For the optimizers of torch and of this repository, these are all but the parameters. A user's
     own optimizer may also keep state in a group, such as a counter. So only its settings that are
     named like an input of its function are returned.
     """
@@ -289,7 +289,7 @@ def check_optimizer(config: DictConfig) -> None:
     if config.model_engine == "megatron" and optim.name != "adamw":
         raise InputError(
             f"optim.name={optim.name} needs model_engine=fsdp: "
-            "model_engine=megatron has no optimizer but AdamW"
+            "model_engine=megatron supports only adamw"
         )
     if optim.name == "muon":
         check_muon(optim.kwargs)

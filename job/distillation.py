@@ -1,8 +1,8 @@
 """The teacher of train_sft.py. The student learns its distributions on the answers in the data.
 
-At each trained token, the student's distribution is compared with that of a frozen teacher, which
-sees the same tokens (Hinton et al. 2015). The loss is the sum of the cross-entropy and
-distill.coef times the mean divergence, or with distill.only the latter alone.
+At each trained token, the student's distribution is compared with the distribution of a frozen
+teacher, which sees the same tokens (Hinton et al. 2015). The loss is the sum of the cross-entropy
+and distill.coef times the mean divergence; with distill.only, it is only the latter term.
 """
 
 from typing import Any

@@ -141,7 +141,7 @@ class MemoryPlan:
         ]
 
     def describe(self) -> str:
-        """Describe the estimate beside the device's memory."""
+        """Describe the estimate and the device's memory."""
         role, num_bytes = self.largest()
         for_role = f" for the {role}" if role else ""
         return (

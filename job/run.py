@@ -139,7 +139,7 @@ class Run:
         Args:
             tokenize: data.dataset.tokenize or data.prompts.tokenize_prompts.
             options: its last arguments.
-            data: the section `data` of the configuration; None: that of the run.
+            data: the section `data` of a configuration; None: the run's own.
         """
         return on_rank0(
             tokenize,

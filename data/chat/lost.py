@@ -234,7 +234,7 @@ class TextCheck:
     def is_dropped_by_design(self, text: Text, missing: list[int]) -> bool:
         """Return whether the template prints this text of the assistant in the latest turn only.
 
-        That is so if it prints the text when the chat ends with this message, or if the text is the
+        This is true if it prints the text when the chat ends with this message. It is also true for
         reasoning before a closing tag, in an answer before the last user message.
         """
         messages = self.conversation.messages
@@ -348,7 +348,7 @@ def has_effect(conversation: Conversation, fields: list[tuple[int, str]]) -> boo
 
 
 def empty_answers(conversation: Conversation, turns: list[int]) -> Iterator[Loss]:
-    """Yield those of the assistant's messages in `turns` that have no text at all."""
+    """Yield a loss for each assistant message in `turns` that has no text at all."""
     with_text = {text.message for text in conversation.texts}
     for i in turns:
         if i not in with_text:

@@ -53,7 +53,7 @@ def tool_texts(tool) -> list[str]:
 
 
 def lost_descriptions(conversation: Conversation) -> Iterator[Loss]:
-    """Yield a loss if a description within a tool, such as that of a parameter, is not printed.
+    """Yield a loss if a description within a tool, such as a parameter's, is not printed.
 
     It is only reported: templates may write a tool's signature in a shorter form.
     """

@@ -270,11 +270,11 @@ def last_gradient_bytes(setup: Setup) -> float:
 
 
 def kept_all_reduced_bytes(setup: Setup) -> float:
-    """Return the bytes of gradients in reduce_dtype that exist beside those in the weights' dtype.
+    """Return the bytes of reduced gradients that FSDP keeps in addition to the final gradients.
 
     After all replicas have summed the gradients of a layer, FSDP keeps the result to the end of the
     backward pass. If both dtypes are the same and nothing has to be added, the result is itself the
-    gradient, and needs no further memory.
+    gradient, and needs no memory of its own.
     """
     if not setup.has_replicas:
         return 0

@@ -154,8 +154,8 @@ def check_context_parallel(config: DictConfig, hf_config) -> None:
 def initialize(engine: DictConfig) -> None:
     """Create Megatron's process groups, unless they exist: all engines share one layout.
 
-    The trained model's engine has to be the first. A dense model beside a mixture of experts has
-    expert_model_parallel_size=1, and does not use the groups for experts.
+    The trained model's engine has to be the first. A dense model used with a mixture of
+    experts has expert_model_parallel_size=1, and does not use the groups for experts.
 
     Raises:
         RuntimeError: the groups were created for another expert_model_parallel_size.

@@ -113,7 +113,7 @@ def check_is_reward_model(key: str, path: str) -> None:
 
 
 def describe_as_classifier(hf_config, padding_id: int | None) -> None:
-    """Change a language model's configuration to that of a classifier with one label.
+    """Turn a language model's configuration into the configuration of a one-label classifier.
 
     Args:
         padding_id: the token that transformers takes for padding. The score is read at the last

@@ -34,7 +34,7 @@ def experts_per_token(hf_config) -> int:
 
 
 def with_own_experts(config: DictConfig) -> DictConfig:
-    """Return the configuration of a model beside the trained one, without settings it cannot use.
+    """Return the configuration of a model other than the trained one, without unusable settings.
 
     A model without experts has nothing to divide over ranks and no loss of routers, whatever the
     trained model has.

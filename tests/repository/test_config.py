@@ -128,7 +128,7 @@ def test_home_and_environment_variables_are_expanded_in_paths(monkeypatch, tmp_p
         ("output_dir=$NOWHERE/x", "output_dir=$NOWHERE/x: the environment variable NOWHERE is not"),
         ("output_dir=${NOWHERE}/x", "output_dir=${NOWHERE}/x: the environment variable NOWHERE is"),
         ("data.val_files=[a,$NOWHERE]", "data.val_files=$NOWHERE: the environment variable"),
-        ("output_dir=~nobody_here/x", "~nobody_here is no user's home; write ./~nobody_here/x"),
+        ("output_dir=~nobody_here/x", "~nobody_here is not the home of any user; write ./~nobody"),
     ],
 )
 def test_a_path_that_cannot_be_expanded_is_a_mistake(argument, message):
