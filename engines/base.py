@@ -260,11 +260,11 @@ class Engine(ABC):
         """
 
     def padding(self) -> Tensor | None:
-        """Return where the latest micro-batch has no token, for records of modules' outputs.
+        """Return a mask of the latest micro-batch's padding, for records of modules' outputs.
 
         Returns:
-            [b, s] bool, or [s, b] if the engine's hidden states are [s, b, h], for the slots of
-            this context-parallel rank; None before the first micro-batch.
+            [b, s] bool, or [s, b] if the engine's hidden states are [s, b, h]: True for the slots
+            of this context-parallel rank without a token. None before the first micro-batch.
         """
         return self._padding
 

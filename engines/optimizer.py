@@ -104,7 +104,7 @@ class ShardedMuon(KeepsDtypes, torch.optim.Muon):
     def __init__(self, params: list[dict], storage: Storage, **settings):
         super().__init__(params, **settings)
         self.storage = storage
-        # Each parameter's index, with which it draws random bits of its own.
+        # Each parameter's index, which gives the parameter its own random bits.
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.indices = {parameter: index for index, parameter in enumerate(parameters)}
 

@@ -16,7 +16,7 @@ def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Divide items into parts with nearly equal sums of costs.
 
     Uses largest differencing (Karmarkar and Karp 1982), or for very many items the greedy method,
-    which is faster. Its sums then differ by about as much as the smallest items cost.
+    which is faster. With the latter, the sums differ by about the cost of the smallest items.
 
     Returns:
         num_parts sorted lists of indices. Their lengths may differ, and some are empty if there are
