@@ -34,7 +34,7 @@ from configs.help import help_text, is_help
 from configs.names import readers
 from configs.rules import REQUIRED
 
-# Here, because everything that imports transformers has imported this file.
+# Called here, because whatever imports transformers imports this file first.
 packages.quiet_torchao()
 
 PARENT = os.getppid()  # torchrun, unless it is killed during the imports below
@@ -47,7 +47,7 @@ SECRET = re.compile(
 )
 # Shorter values of environment variables are not hidden: they could occur in any text.
 MIN_SECRET_LENGTH = 6
-SECONDS_TO_PRINT = 2.0  # for the first rank of a node, to print the error that all ranks have
+SECONDS_TO_PRINT = 2.0  # how long other ranks wait while the first of their node prints
 # The errors that run() has printed.
 reported_errors: list[Exception] = []
 
@@ -116,7 +116,7 @@ def engine_defaults(model_engine: str) -> DictConfig:
 
 @cache
 def merged_defaults(defaults: str, model_engine: str) -> DictConfig:
-    """Return the defaults of a script with those of an engine. Do not change the result."""
+    """Return a script's defaults, merged with an engine's. Do not change the result."""
     return OmegaConf.merge(read_defaults(CONFIGS / defaults), engine_defaults(model_engine))
 
 
@@ -177,8 +177,8 @@ def run(main: Callable[[DictConfig], None], defaults: str, doc: str) -> None:
 
     --help prints the docstring `doc` and all keys; --help GROUP... prints groups of keys.
 
-    An InputError is printed in one line per mistake and node, and the exit code is 2. So is a
-    package that is not installed.
+    Each mistake in an InputError is printed in one line per node, and the exit code is 2. A missing
+    package is reported in the same way.
     """
     arguments = sys.argv[1:]
     try:

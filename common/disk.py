@@ -39,7 +39,7 @@ def writing(path: Path, num_bytes: int | None = None) -> Iterator[None]:
         needed = f"more than {format_bytes(size(path))}"
     else:
         needed = format_bytes(num_bytes)
-    # Another node may have room there: a disk of its own, or another quota.
+    # Name the node: at the same path, another node may have its own disk or quota.
     on_node = f" on {socket.gethostname()}" if has_several_nodes() else ""
     raise InputError(
         f"{reason}: {path}{on_node} needs {needed}, {format_bytes(free(path))} are free; make room "

@@ -1,4 +1,4 @@
-"""The tokens that end a response, as the files of a model name them."""
+"""The tokens that end a response, according to a model's files."""
 
 import json
 from collections.abc import Iterable
@@ -18,9 +18,9 @@ def read_end_ids(directory: Path) -> set[int]:
 
 
 def add_end_ids(directory: Path, ids: Iterable[int]) -> None:
-    """Add ids to eos_token_id in a model's generation_config.json, unless its files name them.
+    """Add ids to eos_token_id in a model's generation_config.json, unless its files list them.
 
-    If there is no such file, it is written with the ids in config.json.
+    If there is no such file, a new one gets these ids and those in config.json.
     """
     new_ids = sorted({*ids} - read_end_ids(directory))
     if not new_ids:

@@ -40,7 +40,7 @@ def find(
     function = known[name] if name in known else import_function(setting, name, known)
     if not inputs:
         return function
-    # Here, because the processes of reward functions need none of it, and start sooner without it.
+    # Imported here, so that reward processes, which do not need it, start sooner.
     from omegaconf import DictConfig, OmegaConf
 
     if isinstance(kwargs, DictConfig):

@@ -1,10 +1,16 @@
 """The keys of the configuration: YAML files with every default, and the modules that describe them.
 
-arguments.py reads a command's arguments, files.py reads YAML, checks.py finds every mistake in keys
-and values, rules.py lists the valid values of each key, paths.py expands ~ and environment
-variables, names.py suggests a key in place of an unknown one, help.py prints groups of keys,
-usage.py ends commands with their usage, packages.py ends them where a package is missing,
-environment.py checks the environment variables of torchrun and srun, json_schema.py describes the
-keys to editors, and errors.py has the error for all mistakes of the user. Layers are loaded and
-merged in config.py.
+    arguments    reads a command's arguments: YAML files and key=value pairs
+    files        reads YAML files and pairs
+    checks       finds every mistake in keys and values
+    rules        the valid values of each key
+    paths        expands ~ and environment variables
+    names        suggests a key in place of an unknown one
+    help, usage  print groups of keys, and a command's usage
+    packages     ends a command if a package is missing
+    environment  checks the environment variables of torchrun and srun
+    json_schema  describes the keys to editors
+    errors       the error for all mistakes of the user
+
+Layers are loaded and merged in config.py.
 """

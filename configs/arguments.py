@@ -97,7 +97,7 @@ def is_option(argument: str) -> bool:
 
 
 def is_value(argument: str) -> bool:
-    """Return whether an argument can be a value whose key is an argument of its own."""
+    """Return whether an argument can be the value in `key value`, two separate arguments."""
     is_other_argument = argument.startswith("--") or "=" in argument
     return argument != "" and not is_other_argument and not YAML_FILE.search(argument)
 

@@ -1,4 +1,4 @@
-"""The environment variables by which torchrun or srun tells a process which rank it is."""
+"""The environment variables in which torchrun or srun passes a process its rank."""
 
 import os
 
@@ -52,7 +52,7 @@ def has_several_nodes() -> bool:
 
 
 def read_number(name: str, default: int) -> int:
-    """Return the value of a variable: the default if it is not set, 0 if it is no valid number."""
+    """Return a variable's value: the default if it is not set, 0 if it is not a valid number."""
     if name not in os.environ:
         return default
     return max(parse(os.environ[name]) or 0, 0)

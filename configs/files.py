@@ -14,7 +14,7 @@ CONFIGS = Path(__file__).resolve().parent
 SCRIPTS = ("rm", "dpo", "sft", "ppo")  # train_{script}.py reads configs/{script}.yaml
 KEY_LINE = re.compile(r"( *)(\w+):")
 NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-# Not 0x10 or 0b10, whose base is meant, and not .inf.
+# 0x10 and 0b10 do not match, since their base is intended. Neither does .inf.
 DECIMAL_DIGITS = re.compile(r"[-+]?[0-9_.]+(:|[eE]|$)")
 DATA_FILE = re.compile(r"\.(jsonl|json|csv|parquet)(\.gz)?$")
 INDENT = 2  # spaces per level in the files of configs/
@@ -53,7 +53,7 @@ def read(path: Path) -> DictConfig:
 
 
 def advice_on_value(path: Path) -> str:
-    """Return how to pass a model's directory or a data file, which has no key here; else ""."""
+    """Return how to pass a model's directory or a data file that has no key; otherwise ""."""
     if (path / "config.json").is_file():
         return f"write model.path={path}"
     is_data = DATA_FILE.search(path.name) is not None
@@ -156,10 +156,11 @@ def flatten(tree: DictConfig | dict, prefix: str = "") -> dict:
 
 
 def check_name(key: str, value, prefix: str) -> None:
-    """Raise InputError for a key that is not the one that the user meant.
+    """Raise InputError for a key that would not be read as the user meant it.
 
-    OmegaConf would store a dotted key of a YAML file as a key of its own, which nothing reads, and
-    not in the group. {a:1} is a key "a:1" without a value.
+    OmegaConf would store the dotted key optim.lr of a YAML file under this whole name, instead of
+    as lr in the group optim, so nothing would read it. YAML reads {a:1} as a key "a:1" without a
+    value.
     """
     if ":" in key and value is None:
         name, _, text = key.partition(":")

@@ -10,7 +10,8 @@ from configs.files import CONFIGS, SCRIPTS, engine_files, flatten, read
 
 # Meaningless without the name of their group, so never suggested by themselves.
 PLAIN_NAMES = ("enable", "name", "path", "type")
-# Least similarity of a suggestion (difflib's ratio); short names need more than whole keys.
+# The minimum similarity of a suggestion (difflib's ratio). The last name of a key is shorter than
+# the whole key, so it must be more similar.
 KEY_SIMILARITY = 0.85
 NAME_SIMILARITY = 0.9
 
@@ -42,7 +43,7 @@ def suggest(key: str, known: dict) -> str:
 
 
 def find_suggestion(key: str, known: dict) -> str:
-    """Return what suggest() returns, for a key in this spelling."""
+    """Do the same as suggest(), for one spelling of the key."""
     names = read_names()
     last_name = key.rpartition(".")[2]
     for part in parts_of(key):

@@ -1,4 +1,4 @@
-"""What a run does about other packages: name one that is missing, and silence one that warns."""
+"""Report missing packages, and silence a package that prints needless warnings."""
 
 import logging
 import platform
@@ -12,7 +12,7 @@ from configs.environment import is_first_of_node
 def exit_without(error: ModuleNotFoundError) -> NoReturn:
     """Print which module is missing, once per node, and exit with code 2.
 
-    Usually another Python has been started.
+    Usually the command was started with the wrong Python.
     """
     if is_first_of_node():
         print(f"error: {describe(error)}", file=sys.stderr)
@@ -32,10 +32,10 @@ def describe(error: ModuleNotFoundError) -> str:
 
 
 def quiet_torchao() -> None:
-    """Silence what torchao prints when it is imported. Call this before importing transformers.
+    """Silence the warnings of importing torchao. Call this before importing transformers.
 
-    transformers imports torchao if it is installed, in every run. torchao then warns of kernels
-    that it cannot load, which no run here needs, and torch of how torchao registers two enums.
+    transformers imports torchao in every run, if it is installed. torchao then warns that it cannot
+    load some kernels, which no run here needs. torch warns about two enums that torchao registers.
     """
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").addFilter(is_not_about_enums)

@@ -56,7 +56,8 @@ def path_problem(key: str, text: str) -> str | None:
         if name not in os.environ:
             return unset_problem(key, text, name)
     if text.startswith("~") and os.path.expanduser(text) == text:
-        return f"{key}={text}: {Path(text).parts[0]} is no user's home; write ./{text} for a file"
+        user = Path(text).parts[0]
+        return f"{key}={text}: {user} is not the home of any user; write ./{text} for a file"
     return None
 
 

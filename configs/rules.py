@@ -21,8 +21,8 @@ TYPES = {
     (int, float): ("a number", "number"),
     (str, list): ("a path or a list of paths", ["string", "array"]),
 }
-ONLY_ESCAPES = re.compile(r"(\\[nrt])+")  # written, not interpreted
-REQUIRED = "???"  # the default of a key that has none
+ONLY_ESCAPES = re.compile(r"(\\[nrt])+")  # a backslash and a letter, not a control character
+REQUIRED = "???"  # in place of a default, for a key that the user must set
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def is_path(key: str) -> bool:
 
 
 def rule_of(key: str) -> Rule:
-    """Return the rule for a key; for a key of a free group, that of the group, such as "a.b.*"."""
+    """Return the rule for a key. For a key of a free group, this is the group's rule, "a.b.*"."""
     group = key.rpartition(".")[0]
     return RULES.get(key, RULES.get(f"{group}.*", ANYTHING))
 
@@ -228,8 +228,7 @@ PATHS = replace(
     ),
     is_path=True,
 )
-# The name of a built-in function, or path/to/file.py:name.
-FUNCTION = PATH
+FUNCTION = PATH  # the name of a built-in function, or path/to/file.py:name
 TARGETS = rule(
     "must be all-linear, a regular expression or a list of names",
     lambda v: is_text(v) or are_names(v),
@@ -333,6 +332,8 @@ RULES = {
     "data.val_size": COUNT_OR_SHARE,
     "data.train_max_samples": COUNT_OR_ALL,
     "data.val_max_samples": COUNT_OR_ALL,
+    "data.ignored_fields": STRINGS,
+    "data.drop_processor_keys": STRINGS,
     "data.weights": optional(list, WEIGHTS),
     "data.sampler": optional(str, FUNCTION),
     "data.train_batch_size": at_least(1),

@@ -1,5 +1,4 @@
-"""Conversations that a model has continued: a prompt's row with a response, as another model's
-tokenizer and chat template render them."""
+"""Encode prompts and responses of one model with another model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def encode_answered(
 ) -> list[list[int]]:
     """Return the tokens of conversations: each row's prompt, and the response to it.
 
-    They are rendered as data.reward_dataset does it for training, up to the end of the template.
+    They are rendered as in data.reward_dataset, including all text after the response.
     Special tokens that are written in texts are escaped, unless options.special_tokens_in_text is
     keep: a response cannot end its own turn.
 
@@ -58,9 +57,9 @@ def encode_answered(
 
 
 def find_unseen(row: dict, response: str, chat: ChatTokenizer, options) -> list[str]:
-    """Return the names of the fields of messages, and "tools", that the rendered chat lacks.
+    """Return the message fields that the rendered chat lacks, and "tools" if it lacks those.
 
-    Arguments of a chat template are left out: those of a row are for the policy's template.
+    Template arguments are left out, since a row's arguments are for the policy's template.
     """
     conversation = conversation_of(row, response, chat, options)
     if conversation is None:
@@ -71,10 +70,10 @@ def find_unseen(row: dict, response: str, chat: ChatTokenizer, options) -> list[
 
 
 def form_of(row: dict, chat: ChatTokenizer, options) -> tuple:
-    """Return what a chat template tells rows apart by, except for their texts.
+    """Return the properties on which a row's rendering depends, besides its texts.
 
-    These are the role, the filled fields and the type of the content of each message, whether
-    there are tools, and the template's arguments.
+    These are each message's role, type of content and filled fields; whether there are tools; and
+    the template's arguments.
     """
     row, _ = read_shape(row, options, with_response=False)
     messages = read_messages(row, bool(chat.tokenizer.chat_template), options)

@@ -27,7 +27,7 @@ TOKENIZER_FILES = (
     "processor_config.json",
 )
 CHECKSUMS = "sums.json"  # the sha256 of every other file in a folder
-WITH_ROWS = "-rows"  # the end of the name of a folder that also holds rows which are not needed
+WITH_ROWS = "-rows"  # the suffix of folders that also hold complete rows, as data.sampler may need
 SCRATCH = "datasets"  # a folder for temporary files inside a cache folder that is being written
 
 

@@ -158,7 +158,7 @@ def columns_of_chat(row: dict, shape: str, options, with_response: bool) -> list
 
 
 def columns_of_inputs(row: dict, options) -> list[str]:
-    """Return the columns that any row may have beside its chat."""
+    """Return the columns that any row may have besides its chat."""
     columns = [options.tools_key, options.template_kwargs_key, "enable_thinking"]
     columns.append(options.images_key)
     if system_column(row, options):
@@ -275,8 +275,8 @@ def report_lines(paths: list[Path], uses: list[dict], is_training: bool) -> Iter
 def check_column_keys(options, datasets: Mapping[str, Any]) -> None:
     """Raise InputError for a key of `data` that names a column which is read from no row.
 
-    A key that has its default may do so: most rows have no tools and no images. So may a key whose
-    column exists but is empty.
+    Keys with their defaults are exempt, since most rows have no tools and no images. So are columns
+    that exist but are empty.
 
     Args:
         options: the section `data` of the configuration.

@@ -19,7 +19,7 @@ from data.messages import parse_json
 
 # All but .parquet, which is compressed already, may be followed by .gz.
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-# Of a directory's subdirectories, which may hold a million images.
+# How many files of a directory's subdirectories are looked at. They may hold a million images.
 MAX_LISTED = 10_000
 
 

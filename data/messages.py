@@ -15,12 +15,12 @@ LOSS_KEYS = ("loss_mask", "weight", "loss", "train", "training", "trainable")
 # loss, such as axolotl's `train_detail`.
 LOSS_WORDS = re.compile(r"(?:^|_)(?:mask|loss|train|weight)(?:ed|ing|able|s)?(?:_|$)")
 # Columns that may weigh or exclude a whole row, unless their value is an ordinary text.
-# Each has the value that changes nothing.
+# Each is mapped to the value that changes nothing.
 ROW_LOSS_COLUMNS = dict.fromkeys([*LOSS_KEYS, "weights", "sample_weight", "loss_weight"], 1) | {
     "mask": 0,
     "masked": 0,
 }
-# Keys of a tool call's function beside its arguments.
+# Keys of a tool call's function besides its arguments.
 CALL_KEYS = ("name", "id", "type", "index", "function", "description")
 # Cells of CSV files are texts.
 BOOLEAN_TEXTS = {"true": 1.0, "false": 0.0}
@@ -75,7 +75,7 @@ def check_tool_calls(message: dict, name: str) -> None:
 def check_function(function: dict, name: str) -> None:
     """Raise InputError if a call has no name, or its arguments have another name."""
     if not isinstance(function.get("name"), str) or not function["name"].strip():
-        raise InputError(f'"{name}" has no name of a function')
+        raise InputError(f'"{name}" has no function name')
     unknown = [key for key, value in function.items() if key not in CALL_KEYS and value is not None]
     if function.get("arguments") is None and unknown:
         raise InputError(
@@ -192,7 +192,10 @@ def parse_json(text: str):
 
 
 def unique_keys(pairs: list[tuple[str, object]]) -> JsonObject:
-    """Return the object of these pairs. Otherwise json keeps the last value of a repeated key."""
+    """Return the object of these pairs; raise InputError for a repeated key.
+
+    json itself would keep the last value of such a key.
+    """
     unique = JsonObject(pairs)
     if len(unique) < len(pairs):
         seen: set[str] = set()

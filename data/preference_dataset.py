@@ -87,8 +87,8 @@ def token_columns(encoded: dict[str, EncodedRow], options) -> dict:
     """Return the columns with the tokens of a row's answers, each cut to data.max_length.
 
     The row is not used if an answer has no trained token left, or if its answers have become equal:
-    truncation may cut off their difference, and a template the white space in which they differ.
-    Its length is that of the longer answer.
+    truncation may cut off their difference, or the template may strip white space that was the only
+    difference. The row's length is the length of the longer answer.
     """
     columns = {"length": max(len(answer.input_ids) for answer in encoded.values())}
     kept_ids: list[list[int]] = []

@@ -48,7 +48,7 @@ class Preference(NamedTuple):
         chosen, rejected: rows for data.chat.encoding.encode(); None if the row has no such answer.
         columns: the columns that the prompt, the answers and the label are read from.
         shape: the name of the form in data/shapes.py, or "".
-        options: the section `data` for encode(), which says what is trained.
+        options: the section `data` for encode(); its train_on selects the trained turns.
     """
 
     chosen: dict | None
@@ -98,12 +98,12 @@ def read_preference(row: dict, options, has_template: bool) -> Preference:
     raise InputError(
         f"{' and '.join(missing)} {'is' if present else 'are'} missing; the row has "
         f"{columns or 'no columns'}: name the columns in data.chosen_key and data.rejected_key, or "
-        "that of a label in data.label_key"
+        "the column of a label in data.label_key"
     )
 
 
 def with_training(options, train_on: str):
-    """Return the options with another train_on, which the configuration of preferences lacks."""
+    """Return the options with train_on, a key that the configuration of preferences lacks."""
     changed = copy(options)
     changed.train_on = train_on
     return changed
@@ -189,8 +189,7 @@ def read_pair(row: dict, options, has_template: bool) -> Preference:
 def read_prompt(row: dict, options) -> Prompt:
     """Return the prompt of a pair, from the first of the columns that may hold it.
 
-    Some data sets repeat the chosen chat in a column of its own, which is no prompt
-    (UltraFeedback).
+    Some data sets repeat the chosen chat in another column, which is not a prompt (UltraFeedback).
     """
     answers = (row[options.chosen_key], row[options.rejected_key])
     for column in (options.messages_key, options.prompt_key, "conversations"):
@@ -237,10 +236,10 @@ def role_of(message: Message) -> str | None:
 
 
 def check_ends_with_answer(messages: list, key: str) -> None:
-    """Raise InputError if the last of these messages is another speaker's."""
+    """Raise InputError if the last of these messages is not from the assistant."""
     last = messages[-1]
     role = role_of(last) if isinstance(last, dict) else None
-    # Unknown roles are an error with a message of their own, later.
+    # Unknown roles are reported later.
     if role in ROLES and role != "assistant":
         raise InputError(
             f'"{key}" ends with a message of the role {role}: it must end with an answer of the '
@@ -308,14 +307,14 @@ def divide_chats(
 
 
 def check_prompt(prompt: Prompt, common: list[Message]) -> None:
-    """Raise InputError if a row has a prompt that is not the one its chats begin with."""
+    """Raise InputError if a row's chats do not begin with its prompt."""
     value = prompt.value
     texts = [message.get("content", message.get("value")) for message in common]
     is_same = value is None or value == common or value in texts
     if not common or not is_same:
         name = prompt.columns[0] if prompt.columns else "chosen"
         raise InputError(
-            f'"{name}" is another prompt than the one that the chats of both answers begin with: '
+            f'"{name}" is not the prompt that the chats of both answers begin with: '
             "leave out the column, or the prompt in the answers"
         )
 

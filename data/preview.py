@@ -7,9 +7,9 @@
 
 The first form is for files of train_sft.py, the second for prompts of train_ppo.py, the third for
 preferences of train_dpo.py, and the last for rows of train_rm.py. Trained tokens, and the answers
-that train_rm.py scores, are green on a terminal, and between [[ and ]] elsewhere. After the rows
-follow the columns and message fields that are read, and those that are ignored. --rows N shows N
-rows instead of 3.
+that train_rm.py scores, are green on a terminal, and between [[ and ]] elsewhere. Below the rows,
+the output lists the columns and message fields that are read or ignored. --rows N shows N rows
+instead of 3.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ KINDS = {
     "preferences": ("dpo.yaml", preference_dataset.SPEC),
     "rewards": ("rm.yaml", reward_dataset.SPEC),
 }
-# All but tabs and line ends. They would change a terminal, or the direction of a text.
+# Control characters, except tabs and line ends: they could change the terminal's state, or the
+# direction of a text.
 CONTROL_CHARACTER = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -53,7 +54,7 @@ def preview_file(path: Path, spec: CacheSpec, config, num_rows: int) -> Iterator
     """Yield the lines of a preview of the first rows of a file.
 
     Args:
-        spec: for fine-tuning or for prompts; tells how a row is tokenized.
+        spec: how a row is tokenized, from KINDS.
 
     Raises:
         InputError: the file or the tokenizer cannot be read.

@@ -113,7 +113,7 @@ def tokenize_prompts(
 
 
 def validation_options(options: DictConfig) -> DictConfig:
-    """Return the section `data` for prompts that only validate: no teacher reads them."""
+    """Return the section `data` for validation prompts, which no teacher reads."""
     return OmegaConf.merge(options, {"teacher_prompt_key": None})
 
 
@@ -168,7 +168,7 @@ SPEC = CacheSpec(VERSION, OPTIONS, "max_prompt_length", UNUSED, tokenize_row)
 
 
 def cut_placeholders(ids: list[int], num_cut: int, truncation: str) -> list[int]:
-    """Truncate a prompt whose images are single placeholders, as the expanded prompt was truncated.
+    """Truncate a prompt with one placeholder per image in the same way as the expanded prompt.
 
     Truncation never cuts an image, so it removes the same tokens from both.
     """
@@ -378,7 +378,7 @@ class PromptDataset(Sequence):
         return Prompt(ids, images=images, **record)
 
     def expected_lengths(self, rows: Sequence[int]) -> list[float]:
-        """Return the drawn_lengths of these rows, with the mean of known ones, or 1, for nan."""
+        """Return the drawn_lengths of these rows; for nan, the mean of known ones, or else 1."""
         lengths = self.drawn_lengths[rows]
         is_known = ~np.isnan(lengths)
         default = lengths[is_known].mean() if is_known.any() else 1.0

@@ -87,7 +87,7 @@ def read_rewarded(row: dict, options, has_template: bool) -> tuple[Preference, f
         raise InputError(
             f'neither "{options.chosen_key}" and "{options.rejected_key}" nor a score is in the '
             f"row, which has {columns or 'no columns'}: name the columns in data.chosen_key and "
-            "data.rejected_key, or that of a score in data.score_key"
+            "data.rejected_key, or the column of a score in data.score_key"
         )
     without_label = copy(options)
     without_label.label_key = None
@@ -155,8 +155,9 @@ class RewardDataset(PreferenceDataset):
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the conversations of the rows at these indices: chosen, rejected, chosen, ...
 
-        Each has one more token at its end. The value of the state before that token is the score of
-        the conversation: the head's output at the conversation's own last token.
+        One token is appended to each. An engine computes the value for a token from the state
+        before it, so the value for the appended token is the head's output at the conversation's
+        own last token: the score.
 
         The batch has the fields loss_mask, float32 [T], 1 for these additional tokens; answer,
         int64 [T], as in PreferenceDataset.batch(); and target, float32 [T], the row's target

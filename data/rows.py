@@ -34,7 +34,7 @@ RESPONSE_COLUMNS = (
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """What a row passes to the chat template in addition to its messages.
+    """The inputs of the chat template that a row provides besides its messages.
 
     Attributes:
         tools: the JSON schemas of the tools, or None.
@@ -62,7 +62,7 @@ def training_messages(row: dict, has_template: bool, options) -> list[dict] | No
     if is_pair and not isinstance(response, str):
         raise InputError(
             f'"{options.response_key}" must be a text, not {str(response)[:60]}. (A list of '
-            'messages is read from "completion", beside "prompt".)'
+            'messages is read from "completion", together with "prompt".)'
         )
     messages = read_messages(row, has_template, options, with_response=True)
     for i, message in enumerate(messages or ()):
@@ -166,8 +166,8 @@ def check_no_system_prompt(options) -> None:
 def with_system_message(messages: list[dict], row: dict, options) -> list[dict]:
     """Return the messages, beginning with the row's system message or with data.system_prompt.
 
-    The system message of a row is in its messages or in a column. The prompt is only for rows that
-    have none.
+    The system message of a row is in its messages or in a column. data.system_prompt is only for
+    rows that have none.
 
     Raises:
         InputError: the column and the messages differ.
@@ -249,7 +249,7 @@ def pick_column(likely_names: tuple[str, ...], columns: list[str]) -> str | None
 
 
 def template_inputs(row: dict, reserved, options) -> TemplateInputs:
-    """Return what a row passes to the chat template in addition to its messages.
+    """Return the inputs of the chat template that a row provides besides its messages.
 
     A column `enable_thinking` becomes an argument of the template.
 

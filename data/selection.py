@@ -5,9 +5,9 @@
     data.val_max_samples      the largest number of rows to validate
 
 All rows of all files are put in one random order that depends only on their number, so it is the
-same in every run. The first data.val_size rows are validated. Of the others, or of the rows of
-data.val_files, the first ones are used. A smaller selection is therefore a part of a larger one.
-Selected rows stay in the order of the files.
+same in every run. The first data.val_size rows are validated, and the others are trained on. A
+limit keeps the first rows in this order, so a smaller selection is a part of a larger one. Selected
+rows stay in the order of the files.
 """
 
 from __future__ import annotations

@@ -110,6 +110,9 @@ def read_prompt_completion(row: dict, with_response: bool) -> dict | None:
     """Read the columns prompt and completion, which are strings or lists of messages.
 
     The messages of the prompt are not learned. This shape is only for fine-tuning.
+
+    Raises:
+        InputError: a column is something else.
     """
     prompt = row.get("prompt")
     completion = row.get("completion")
@@ -121,6 +124,11 @@ def read_prompt_completion(row: dict, with_response: bool) -> dict | None:
         return {"response": completion}
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
+    for column, value in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(value, list):
+            raise InputError(
+                f'"{column}" must be a text or a list of messages, not {str(value)[:40]!r}'
+            )
     context = [
         message | {"loss_mask": 0} if isinstance(message, dict) else message for message in prompt
     ]
@@ -176,8 +184,8 @@ def read_shape(row: dict, options, with_response: bool) -> tuple[dict, str]:
 def chats_in_text(row: dict, options) -> dict[str, list]:
     """Return the columns of chats that are JSON text, as in cells of CSV files, as {column: chat}.
 
-    Only columns that hold chats otherwise are read in this way. A response may be any text, and so
-    may the completion of a prompt that is a text.
+    Only columns that usually hold chats are read in this way. A response may be any text, and so
+    may a completion if its prompt is a text.
 
     Raises:
         InputError: a chat is written in Python's notation.

@@ -14,7 +14,7 @@ FILE_ROWS = "file_rows.json"
 
 
 def write_file_rows(folder: Path, tables: list) -> None:
-    """Write file_rows.json: the number of rows that are used of each file, in order.
+    """Write file_rows.json: the number of used rows in each file, in order.
 
     Args:
         tables: see data.tokenization.tokenize_files().
@@ -27,14 +27,14 @@ def write_file_rows(folder: Path, tables: list) -> None:
 
 
 def read_file_rows(folder: Path) -> list[int]:
-    """Return the number of rows that are used of each file; see write_file_rows()."""
+    """Return the number of used rows in each file; see write_file_rows()."""
     return json.loads((folder / FILE_ROWS).read_text())
 
 
 def source_sizes(files: str | Sequence[str], file_rows: list[int]) -> list[int]:
     """Return the number of rows of each name in data.train_files. For rank 0 only.
 
-    A name may be a pattern or a directory, and so have the rows of several files.
+    A name may be a pattern or a directory, and so stand for several files.
 
     Args:
         file_rows: see read_file_rows().

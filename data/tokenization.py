@@ -1,7 +1,7 @@
 """Tokenize data files into a cache folder, once, in worker processes.
 
-dataset.py does this for SFT and prompts.py for RL, each with its own CacheSpec. Only rank 0
-tokenizes. It imports Hugging Face datasets and pyarrow only if there is no cache yet.
+dataset.py, prompts.py, preference_dataset.py and reward_dataset.py each have a CacheSpec for this.
+Only rank 0 tokenizes. It imports Hugging Face datasets and pyarrow only if there is no cache yet.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=die_with_parent)
 
 
 class CacheSpec(NamedTuple):
-    """What a cache for SFT or for RL contains: the columns of a row, and how they are computed.
+    """The contents of a cache: the columns of a row, and how they are computed.
 
     Attributes:
         version: the version of the cache's files. It is a part of the folder's name.

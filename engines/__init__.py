@@ -12,7 +12,7 @@ Two engines implement the same interface and compute the same results.
     adamw, moments, rounding        AdamW with weights and moments of 16 or 8 bits
     adapter_guard       a check that adapters learn
     reference           the configuration of a frozen reference model
-    teacher, divergence     what a teacher provides for each token, and how a student uses it
+    teacher, divergence     a teacher's outputs for each token, and how a student uses them
     teaching, teacher_settings    the teachers of a run: which models, their checks and passes
     memory, memory_terms    the common part of both engines' memory estimates
     check               the command `python -m engines.check`

@@ -184,7 +184,7 @@ def moment_dtype(parameter: Tensor, state_dtype: torch.dtype | None) -> torch.dt
 
 
 def moment_bytes(part: Tensor, state_dtype: torch.dtype | None) -> int:
-    """Return the size of one moment of a parameter, or of a rank's part of it, with its scales."""
+    """Return the bytes of one moment, scales included, of a parameter or a rank's part of one."""
     dtype = moment_dtype(part, state_dtype)
     num_bytes = part.numel() * dtype.itemsize
     if dtype is torch.uint8:

@@ -260,11 +260,11 @@ class Engine(ABC):
         """
 
     def padding(self) -> Tensor | None:
-        """Return where the latest micro-batch has no token, for records of modules' outputs.
+        """Return a mask of the latest micro-batch's padding, for records of modules' outputs.
 
         Returns:
-            [b, s] bool, or [s, b] if the engine's hidden states are [s, b, h], for the slots of
-            this context-parallel rank; None before the first micro-batch.
+            [b, s] bool, or [s, b] if the engine's hidden states are [s, b, h]: True for the slots
+            of this context-parallel rank without a token. None before the first micro-batch.
         """
         return self._padding
 
@@ -370,7 +370,7 @@ class Engine(ABC):
 
     @property
     def is_classifier(self) -> bool:
-        """Whether exports are sequence classifiers: those of engines with a value head."""
+        """Whether exports are sequence classifiers: true if the engine has a value head."""
         return isinstance(self.head, ValueHead)
 
     @property
@@ -424,5 +424,5 @@ class Engine(ABC):
 
         Args:
             states: engine name -> state(loading=True), and "rng", as in write().
-            directory: of the checkpoint.
+            directory: the directory that write() filled.
         """

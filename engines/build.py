@@ -33,8 +33,8 @@ def engine_class(model_engine: str) -> type[Engine]:
 def create_groups(config: DictConfig) -> None:
     """Create the process groups that all engines of a run share.
 
-    Only Megatron has such groups, and its first engine creates them. So this is needed only if
-    that is not the trained model's.
+    Only Megatron has such groups. Its first engine creates them, so call this if that engine is
+    not the trained model's.
 
     Args:
         config: the trained model's configuration.

@@ -75,7 +75,7 @@ def check_batch_size(config: DictConfig, num_dp_ranks: int) -> None:
 
 
 def check_micro_batch_cap(config: DictConfig, multiple: int) -> None:
-    """Raise InputError if a sequence as long as the token cap would exceed it once padded.
+    """Raise InputError if padding a sequence as long as the token cap would exceed the cap.
 
     multiple: this layout pads every sequence to a multiple of this number of tokens.
     """

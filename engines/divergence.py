@@ -127,7 +127,7 @@ def top_k_divergence(
 def top_k_log_probs(
     hidden: Tensor, weight: Tensor, top_k: int, settings: LogProbSettings
 ) -> tuple[Tensor, Tensor]:
-    """Return the K most likely tokens, their log-probabilities, and that of all other tokens.
+    """Return the K most likely tokens, their log-probabilities, and the rest's log-probability.
 
     Args:
         hidden, weight, settings: the teacher's, with shapes as in full_divergence().

@@ -82,7 +82,7 @@ class LogProbHead(nn.Module):
             weight: [this rank's share of the vocabulary, h].
             targets: [k] int64, the tokens to predict.
             candidate_ids: [k, K] int64, the tokens that each target was sampled from; K = 0: all.
-            teacher: what the teacher provides for each target.
+            teacher: the teacher's outputs for each target.
         """
         weight, settings = self.own_part(weight)
         outputs = linear_log_probs(hidden, weight, targets, settings, candidate_ids)
@@ -122,7 +122,7 @@ class ValueHead(nn.Module):
 def call_loss(
     loss_fn: Callable, head: nn.Module, outputs: tuple[Tensor, ...], fields: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return what a loss function (engines.base.LossFn) returns for a head's outputs, each [T].
+    """Call a loss function (engines.base.LossFn) with a head's outputs, each [T].
 
     With distillation, the loss function gets the divergence from the teacher as a field.
     """

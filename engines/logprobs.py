@@ -281,7 +281,7 @@ def to_logits_grad(
 ) -> Tensor:
     """Return the gradient of the products with the output matrix from that of z [c, V].
 
-    z: the input of the softmax. dtype: that of the products.
+    z: the input of the softmax. dtype: the dtype of the products.
     """
     temperature, scale, softcap = transform
     if softcap:

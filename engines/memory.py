@@ -24,7 +24,7 @@ LABELS = {
     "teacher_matrix": "output matrix of the teacher",
     "device_total": "device total",
     "offloaded": "offloaded to host memory",
-    "teacher_outputs": "kept from the teacher, host",
+    "teacher_outputs": "teacher outputs, host",
 }
 ONLY_IN_TRAINING = (
     "gradients",
@@ -52,7 +52,7 @@ class Estimate:
     gathered_weights        FSDP: weights that other ranks store, in the compute dtype
     unreduced_gradients     FSDP: gradients before they are reduced, and the copy that is reduced
     image_activations       activations of the vision tower
-    teacher_outputs         in host memory: what a teacher has computed for the tokens of a step
+    teacher_outputs         in host memory: a teacher's outputs for the tokens of a step
     offloaded               parameters and optimizer state that are in host memory when not in use
     is_on_host              parameters, gradients and optimizer are in host memory (cpu_offload)
     has_unknown_optimizer   the optimizer is the user's own; it is counted as if it were Adam

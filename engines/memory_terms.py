@@ -27,7 +27,7 @@ def teacher_matrix_bytes(config: DictConfig) -> float | None:
 
 
 def teacher_outputs_bytes(config: DictConfig, world_size: int) -> float | None:
-    """Return the bytes of host memory for what a rank keeps from the teacher until the update.
+    """Return the bytes of host memory for the teacher outputs that a rank keeps until the update.
 
     This is for a step in which all sequences have the maximum length. None without a teacher.
     """

@@ -82,7 +82,7 @@ class MicroBatch:
     image_inputs      inputs of a vision-language model, which replace input_ids and positions
     routes            [b, s, L, k]: the experts that vLLM chose for the token in each slot, see
                       engines/model/routes.py; None: there are none
-    teacher           what a teacher provides for each target, in host memory until it is used
+    teacher           a teacher's outputs for each target, in host memory until they are used
     """
 
     input_ids: Tensor

@@ -8,8 +8,8 @@ The values of the codes are spaced as in dynamic quantization (Dettmers et al. 2
 Optimizers via Block-wise Quantization): each decade below the largest number of a block, down to
 less than a millionth of it, has half as many values as the one above. Adam's second moment is
 stored as its square root, which covers as many orders of magnitude as the first moment. Otherwise
-the second moment of a small gradient would round to zero before the first one, which is divided by
-it.
+the second moment of a small gradient would round to zero while the first one does not, and an
+update divides the first moment by that root.
 """
 
 import math

@@ -104,7 +104,7 @@ class ShardedMuon(KeepsDtypes, torch.optim.Muon):
     def __init__(self, params: list[dict], storage: Storage, **settings):
         super().__init__(params, **settings)
         self.storage = storage
-        # Each parameter's index, with which it draws random bits of its own.
+        # Each parameter's index, which gives the parameter its own random bits.
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.indices = {parameter: index for index, parameter in enumerate(parameters)}
 
@@ -231,9 +231,9 @@ def build(
 def group_settings(optimizers: list[Optimizer], optim: DictConfig) -> list[dict]:
     """Return the settings of each parameter group that come from the configuration.
 
-    For torch's optimizers and those of this repository, these are all but the parameters. A user's
-    own optimizer may also keep state in a group, such as a counter, so of its settings only those
-    named like an input of its function count.
+    For the optimizers of torch and of this repository, these are all but the parameters. A user's
+    own optimizer may also keep state in a group, such as a counter. So only its settings that are
+    named like an input of its function are returned.
     """
     configured = plugins.parameters(find_optimizer(optim)) | {"weight_decay", *optim.kwargs}
     settings = []
@@ -289,7 +289,7 @@ def check_optimizer(config: DictConfig) -> None:
     if config.model_engine == "megatron" and optim.name != "adamw":
         raise InputError(
             f"optim.name={optim.name} needs model_engine=fsdp: "
-            "model_engine=megatron has no optimizer but AdamW"
+            "model_engine=megatron supports only adamw"
         )
     if optim.name == "muon":
         check_muon(optim.kwargs)

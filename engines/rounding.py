@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 LOW_16 = 0xFFFF
-# As a signed 32-bit number: a mask of the upper 16 bits, which are those of a bfloat16 number.
+# As a signed 32-bit number: a mask of the upper 16 bits, which hold a bfloat16 number.
 HIGH_16 = -(2**16)
 # Odd factors that mix bits well, as signed 32-bit numbers (lowbias32 by C. Wellons).
 FACTORS = (0x7FEB352D, 0x846CA68B - 2**32)

@@ -1,10 +1,10 @@
-"""Distillation: what a teacher provides for each token, and how a student's head uses it.
+"""Distillation: a teacher's outputs for each token, and how a student's head uses them.
 
 The teacher runs first, without a gradient. Its results wait in host memory, as fields of the batch
 in which the student is trained:
 
     teacher_ids        [T, K] int32: the teacher's K most likely tokens
-    teacher_log_probs  [T, K + 1] fp32: their log-probabilities, and that of all other tokens
+    teacher_log_probs  [T, K + 1] fp32: their log-probabilities, and the rest's log-probability
     teacher_hidden     [T, h] of the compute dtype: the teacher's last hidden states. They replace
                        the two fields above if the divergence covers the whole vocabulary. The
                        student's head then applies the teacher's output matrix to them, a chunk of

@@ -109,7 +109,7 @@ def vocabulary(path: str) -> dict[int, str] | None:
 
 
 class Teachers:
-    """The engines of the teachers, and what they have computed for the current step.
+    """The engines of the teachers, and their results for the current step.
 
     engines    compute the teachers' outputs, in the order of their numbers; for "self", the
                student's engine
@@ -169,7 +169,7 @@ class Teachers:
         return dict(zip(names, outputs))
 
     def _head(self, engine: Engine) -> nn.Module:
-        """Return the head that computes what the student needs from a teacher."""
+        """Return the head that computes a teacher's outputs for the student."""
         settings = self.settings
         if not settings.top_k:
             return HiddenHead()
@@ -238,7 +238,7 @@ def move_outputs(outputs: dict[str, Tensor], is_from: Tensor, is_to: Tensor) -> 
     Args:
         outputs: [T, ...] each.
         is_from: [T] bool, the response tokens of the sequences that were computed.
-        is_to: [T'] bool, as many, the response tokens of the other sequences.
+        is_to: [T'] bool, the response tokens of the other sequences; as many as in is_from.
 
     Returns:
         [T', ...] each, with 0 outside the responses.

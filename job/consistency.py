@@ -37,7 +37,7 @@ def check_ranks_agree(config) -> None:
 
 
 def describe_rank(config) -> dict[str, str]:
-    """Return everything that ranks must have in common: a description of each, and its value."""
+    """Return the settings, files and libraries that ranks must share: description -> value."""
     setup = {}
     shown = flatten(without_secrets(config))
     for key, value in flatten(config).items():

@@ -1,8 +1,8 @@
-"""The teacher of train_sft.py, which learns its next-token distributions on the given answers.
+"""The teacher of train_sft.py. The student learns its distributions on the answers in the data.
 
-At each trained token, the student's distribution is compared with that of a frozen teacher, which
-sees the same tokens (Hinton et al. 2015). The loss is the sum of the cross-entropy and
-distill.coef times the mean divergence, or with distill.only the latter alone.
+At each trained token, the student's distribution is compared with the distribution of a frozen
+teacher, which sees the same tokens (Hinton et al. 2015). The loss is the sum of the cross-entropy
+and distill.coef times the mean divergence; with distill.only, it is only the latter term.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ from engines.teaching import (
 
 
 def role_configs(config: DictConfig) -> dict[str | None, DictConfig]:
-    """Return the configuration of each engine: the student, whose role has no name, and teacher."""
+    """Return the configuration of each engine by role: None for the student, and the teacher's."""
     roles: dict[str | None, DictConfig] = {None: config}
     for role, path in teacher_roles(config).items():
         roles[role] = teacher_config(config, path)
@@ -89,7 +89,7 @@ def build_teachers(config: DictConfig, student: Engine, num_steps: int) -> Teach
 
 
 def distillation_loss(config: DictConfig, num_tokens: int) -> LossFn:
-    """Return the loss function of a student, whose engine provides the field divergence.
+    """Return the student's loss function. It reads the field `divergence`, which the engine adds.
 
     It returns the contribution of one micro-batch; the contributions add up to means.
 

@@ -30,7 +30,7 @@ class Hardware:
 
     @classmethod
     def of(cls, config: DictConfig, device: torch.device) -> "Hardware":
-        """Return the hardware of this process group or, with `assume`, that of a planned run.
+        """Return this process group's hardware or, with `assume`, a planned run's hardware.
 
         Raises:
             InputError: if GPUs are assumed but not their memory, on a machine without GPUs.

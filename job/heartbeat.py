@@ -36,7 +36,7 @@ class Record:
         since: when the rank entered the stage (seconds since the epoch, by its own clock).
         alive: when the rank last wrote this record.
         has_timed_out: whether the rank has waited in a collective that timed out.
-        host: the rank's node, if the run has several. The name of the file tells it.
+        host: the rank's node if the run has several, taken from the file's name; otherwise "".
     """
 
     rank: int
@@ -87,7 +87,7 @@ class Heartbeat:
         self.lock = threading.Lock()
         self.ended = threading.Event()
         self.seconds_in_collective = seconds_in_collective
-        # By rank: how often a record had not changed, and how often its stage had not.
+        # By rank: the number of polls since its record last changed, and since its stage did.
         self.unchanged_polls: Counter[int] = Counter()
         self.polls_in_stage: Counter[int] = Counter()
         self.enter("start")
@@ -129,7 +129,7 @@ class Heartbeat:
         # Count polls rather than seconds: clocks differ between nodes, and the whole job may have
         # been suspended for a while.
         previous = []
-        # The time that reading takes must not add up: all ranks have to be late at the same time.
+        # Poll at fixed times, however long reading takes: all ranks must reach the limit together.
         due = time.monotonic() + self.interval
         while not self.ended.wait(max(0.0, due - time.monotonic())):
             due = max(due + self.interval, time.monotonic())
@@ -143,11 +143,13 @@ class Heartbeat:
             self._end_if_late(records)
             if self.seconds_in_collective() > self.limit:
                 cause = self.explain_timeout()
-                waiting = [record for record in self.records() if record.has_timed_out]
-                self._end(f"{cause}; the others", waiting)
+                records = self.records()
+                waiting = [record for record in records if record.has_timed_out]
+                subject = "they" if len(waiting) == len(records) else "the others"
+                self._end(f"{cause}; {subject}", waiting)
 
     def _count_polls(self, records: list[Record], previous: list[Record]) -> None:
-        """Count for how many polls each rank has been silent, and in its stage."""
+        """Count the polls since each rank's record last changed, and since it entered its stage."""
         entered = {record.rank: record.entered for record in previous}
         unchanged = [record.rank for record in records if record in previous]
         in_stage = [r.rank for r in records if r.entered == entered.get(r.rank)]
@@ -206,8 +208,8 @@ class Heartbeat:
         alive_ranks = {record.rank for record in self.records()} - gone_ranks
         if self.rank == min(alive_ranks):
             print_error(
-                f"{self._describe(gone)}: {error}; look for its own error, or, if there is "
-                "none, whether its node is lost or the kernel has killed it for lack of memory "
+                f"{self._describe(gone)}: {error}; look for its own error. If there is none, "
+                "check whether its node is lost, or the kernel has killed it for lack of memory "
                 "(dmesg)"
             )
 

@@ -14,7 +14,7 @@ from job.hardware import Hardware
 from rollout.vllm import adapters
 from rollout.vllm.capacity import ASLEEP_BYTES, AwakeMemory
 
-# "reward model" is that of train_ppo.py, the other one that of train_rm.py.
+# train_ppo.py has a frozen "reward model"; train_rm.py trains the "trained reward model".
 VALUE_ROLES = ("critic", "reward model", "trained reward model")
 FULL = 0.95  # share of the device above which a run is likely to run out of memory
 
@@ -38,7 +38,7 @@ class MemoryPlan:
 
     Attributes:
         roles: the configuration of each engine, by role; the only role of SFT is None.
-        hardware: the ranks and their devices. Nothing is compared with a CPU's memory.
+        hardware: the ranks and their devices. On CPUs, estimates are not compared with the memory.
     """
 
     roles: dict[str | None, DictConfig]
@@ -121,7 +121,7 @@ class MemoryPlan:
         return warnings
 
     def generation_warnings(self) -> list[str]:
-        """Return the same for the time in which vLLM is awake."""
+        """Return such a warning for the phases in which vLLM is awake, if any."""
         awake = AwakeMemory.of(self.config, self.capacity)
         if awake.weights >= awake.total:
             raise InputError(awake.problem)
@@ -141,7 +141,7 @@ class MemoryPlan:
         ]
 
     def describe(self) -> str:
-        """Describe the estimate beside the device's memory."""
+        """Describe the estimate and the device's memory."""
         role, num_bytes = self.largest()
         for_role = f" for the {role}" if role else ""
         return (
@@ -195,7 +195,7 @@ class MemoryPlan:
         """Return the error for a rank that ran out of memory.
 
         Args:
-            stage: the stage of the step in which it did.
+            stage: the stage in which it ran out.
             step: the step, or None outside of steps.
         """
         of_step = f" of step {step}" if step is not None else ""

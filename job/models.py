@@ -10,7 +10,7 @@ TOKENS_AT_ONCE = 1 << 22  # the number of tokens that are searched at a time
 # Files to download from the hub: tokenizer, chat template, the model's own code, and its weights.
 DESCRIPTION_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 WEIGHT_FILES = ["*.safetensors"]
-# Role -> the key that names its model, besides those of teachers. A script has only some of them.
+# Role -> the key that names its model, except for teachers. A script has only some of these keys.
 MODEL_KEYS = {
     "model": "model.path",
     "critic": "critic.path",
@@ -38,7 +38,7 @@ def with_local_models(config):
 
 
 def base_name(config) -> str:
-    """Return the name of model.path for other programs and machines.
+    """Return model.path in a form that other programs can use.
 
     Args:
         config: the configuration as the user wrote it, not that of with_local_models().

@@ -23,7 +23,7 @@ from data.sources import source_sizes
 from engines.parallel.device import gather_values, on_all_ranks, on_rank0
 from job.consistency import digest
 
-NUM_SHOWN_ROWS = 8  # of the first batch
+NUM_SHOWN_ROWS = 8  # of the first batch, in the log
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def make_order(config: DictConfig, train, total_steps: int) -> Order:
 
     Raises:
         InputError: a name with a weight has no rows; or the user's sampler fails, returns anything
-            but the rows of a batch, or something else on another call or another rank.
+            but the rows of a batch, or returns different rows on another call or another rank.
     """
     data = config.data
     identity = {"data.shuffle": data.shuffle, "data.weights": "none", "data.sampler": "none"}
@@ -178,7 +178,7 @@ def user_order(config: DictConfig, train, total_steps: int, identity: dict[str, 
     shown = ", ".join(map(str, first_batch[:NUM_SHOWN_ROWS].tolist()))
     if len(first_batch) > NUM_SHOWN_ROWS:
         shown += ", ..."
-    notice = f"data: {data.sampler} chooses the rows; the first batch, counted from 0: {shown}"
+    notice = f"data: {data.sampler} chooses the rows; first batch, counting rows from 0: {shown}"
     return Order(rows_of_batch, identity | {"data.sampler": description}, [notice])
 
 

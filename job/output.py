@@ -17,7 +17,7 @@ from config import InputError
 from engines.parallel.device import gather_values, on_rank0
 
 TOUCH_SECONDS = 5.0  # how often a process touches its lock file
-WATCH_SECONDS = 20.0  # how long to watch whether another host touches its lock file
+WATCH_SECONDS = 20.0  # how long to wait for another host to touch its lock file
 
 
 class Lock:

@@ -67,8 +67,8 @@ class Progress:
     def take_counters(self, saved: dict[str, Any]) -> None:
         """Continue counting where a checkpoint ended.
 
-        Identity, tokenization, export dtype and adapters remain those of this run. A counter that
-        the checkpoint lacks, because an earlier version wrote it, keeps its value.
+        Identity, tokenization, export dtype and adapters keep this run's values. A counter that the
+        checkpoint lacks, because an earlier version wrote it, keeps its value.
 
         Args:
             saved: the content of the checkpoint's trainer.json.

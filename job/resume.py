@@ -111,7 +111,7 @@ def is_other_checkpoint_of_run(path: Path, latest: Path) -> bool:
 
 
 def checkpoint_hint(path: Path) -> str:
-    """Return "; did you mean ...?" for a path that means a run's newest checkpoint, else ""."""
+    """Return "; did you mean ...?" with a run's newest checkpoint, if the path is of a run."""
     from engines.checkpoint.checkpointer import newest_checkpoint
 
     newest = newest_checkpoint(path)

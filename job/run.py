@@ -139,7 +139,7 @@ class Run:
         Args:
             tokenize: data.dataset.tokenize or data.prompts.tokenize_prompts.
             options: its last arguments.
-            data: the section `data` of the configuration; None: that of the run.
+            data: the section `data` of a configuration; None: the run's own.
         """
         return on_rank0(
             tokenize,
@@ -179,7 +179,7 @@ class Run:
         )
 
     def plan_memory(self, roles: dict[str | None, DictConfig]) -> None:
-        """Estimate the device memory, and warn if the device has hardly more.
+        """Estimate the device memory that the run needs, and warn if the device may lack it.
 
         Raises InputError if vLLM's share of the device does not hold the model's weights.
 

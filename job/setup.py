@@ -110,7 +110,7 @@ def count_steps(config, train) -> tuple[int, int]:
 
 
 def check_tool_settings(config) -> None:
-    """Raise InputError for a setting in `profiler` of a tool that is not in profiler.tool.
+    """Raise InputError for changed settings of a tool that profiler.tool does not name.
 
     profiler.synchronize has an effect without a tool.
     """
@@ -136,7 +136,7 @@ def start_profiler(config, device, total_steps: int, model_stages: list[str]):
     Args:
         model_stages: the stages of this run in which a model computes; msprobe can dump these.
     """
-    from profiling import OFF, Profiler
+    from profiling import OFF, Profiler, tool_names
 
     tool = config.profiler.tool
     check_tool_settings(config)
@@ -158,7 +158,7 @@ def start_profiler(config, device, total_steps: int, model_stages: list[str]):
         )
     compiling_values = ("always", "auto") if device.type == "cuda" else ("always",)
     is_compiled = config.engine.get("torch_compile") in compiling_values
-    if is_compiled and "msprobe" in (tool or ()):
+    if is_compiled and "msprobe" in tool_names(config.profiler):
         raise InputError(
             "profiler.tool=msprobe sees nothing in compiled layers: set engine.torch_compile=never"
         )

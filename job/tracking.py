@@ -58,8 +58,8 @@ WANDB_ADVICE = (
 # compute dtype -> nats that rounding can add to the mean of rollout_corr/log_prob_gap.
 ROUNDING_GAPS = {"float32": 1e-3, "bfloat16": 0.1}
 
-# If a step's samples are worth less than this fraction of as many new ones, rollout.partial costs
-# more than it saves.
+# Below this effective sample size, as a fraction of the samples, rollout.partial costs more than it
+# saves.
 MIN_SAMPLE_SIZE = 0.5
 
 
@@ -265,7 +265,7 @@ class Tracker:
             sys.stdout.flush()
 
     def _warn_of_constant_rewards(self, step: int, metrics: dict[str, float]) -> None:
-        """Warn once if all rewards of the last steps are equal, until they differ again."""
+        """Warn if all rewards of the last steps are equal; again only after they have differed."""
         low = metrics.get("critic/rewards/min", 0.0)
         high = metrics.get("critic/rewards/max", 1.0)  # SFT has no rewards: never warn
         if low != high:
@@ -305,8 +305,8 @@ class Tracker:
         sample_size = metrics.get("rollout_corr/effective_sample_size", 1.0)
         if age_0_share < 1 and sample_size < MIN_SAMPLE_SIZE and not self.has_warned_of_old_tokens:
             self.print(
-                f"warning: with tokens of older weights, a step's samples are worth only "
-                f"{sample_size:.0%} as much as new ones (rollout_corr/effective_sample_size): "
+                "warning: because some tokens were generated with older weights, the effective "
+                f"sample size is only {sample_size:.0%} (rollout_corr/effective_sample_size): "
                 "lower optim.lr, rollout.partial.max_staleness or rollout.partial.oversample"
             )
             self.has_warned_of_old_tokens = True

@@ -46,7 +46,7 @@ from profiling.report import read_metrics
 METRICS = ("loss", "entropy", "grad_norm")
 # Smaller metrics are compared relative to this: a policy's first loss is 0 up to rounding.
 SMALL_METRIC = 0.01
-# A module's input is another module's output, or an argument that the module may not even read.
+# Not compared: an input is another module's output, or an argument that the module may not read.
 FORWARD_INPUT = re.compile(r"\.forward(\.\d+)?\.input\.")
 PLACE = re.compile(
     r"(?:Module\.(?P<chunk>\d+)\.)?.*\.(?P<part>forward|backward|parameters_grad)\.(?P<call>\d+)"
@@ -82,7 +82,7 @@ class Pair:
 
     Attributes:
         difference: the largest difference, relative to the largest number in the tensors.
-        place: the output and the call, if the names do not tell them.
+        place: the output and the call, if the names do not contain them.
     """
 
     a: DumpedTensor
@@ -140,7 +140,7 @@ def compare_runs(
     if not common:
         dumped = f"stage {stage}" if stage else "stage"
         print(
-            f"no {dumped} of step {step} was dumped by both: {run_a} has "
+            f"no {dumped} of step {step} was dumped by both runs: {run_a} has "
             f"{list(stages_a)}, {run_b} has {list(stages_b)}. To dump a step, set "
             f"profiler.tool=msprobe trainer.profile_interval=[{step},{step}]"
         )
@@ -450,7 +450,7 @@ def directory(text: str) -> Path:
 
 
 def tolerance(text: str) -> float:
-    """Return a relative difference. Raises ArgumentTypeError for other texts and below 0."""
+    """Parse a tolerance. Raises ArgumentTypeError unless it is a number of at least 0."""
     try:
         value = float(text)
     except ValueError:

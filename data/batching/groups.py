@@ -21,9 +21,9 @@ COST_OF_PASS = 0.01
 NUM_PASS_COUNTS = 2
 # Ranks that share a micro-batch lose this fraction of their time.
 COST_OF_SHARING = 0.1
-# A sequence gets a larger group than its length requires if it would take longer than a limit, in
-# multiples of the time that each rank would work in a perfectly balanced pass. All of these limits
-# are tried, and the fastest result is used.
+# A sequence gets a larger group than its length requires if it would otherwise exceed a time limit.
+# A limit is a multiple of each rank's time in a perfectly balanced pass. All of these limits are
+# tried, and the fastest result is used.
 TIME_LIMITS = (math.inf, 2, 1)
 # A group is not enlarged if each of its ranks would hold less than this fraction of max_tokens.
 MIN_FILL = 1 / 8

@@ -76,7 +76,7 @@ class Mixture:
         return np.stack(draws).astype(np.int64)
 
     def rows_of_source(self, source: int, draws: np.ndarray) -> np.ndarray:
-        """Return the rows of a source, counted from its first one, at these draws of it: [n] int64.
+        """Return the rows that these draws of a source take, counted from its first row: [n] int64.
 
         Args:
             draws: [n] int64, counted from 0 over the whole run, in increasing order.

@@ -16,7 +16,7 @@ def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Divide items into parts with nearly equal sums of costs.
 
     Uses largest differencing (Karmarkar and Karp 1982), or for very many items the greedy method,
-    which is faster. Its sums then differ by about as much as the smallest items cost.
+    which is faster. With the latter, the sums differ by about the cost of the smallest items.
 
     Returns:
         num_parts sorted lists of indices. Their lengths may differ, and some are empty if there are
@@ -74,7 +74,7 @@ def partition_by_differencing(costs: Sequence[float], num_parts: int) -> list[li
 
 
 def merge(a: list[Part], b: list[Part]) -> list[Part]:
-    """Join the largest part of `a` with the smallest of `b`, the next with the next, and so on."""
+    """Join the largest part of `a` with the smallest of `b`, the next largest with the next..."""
     merged = []
     for (sum_a, items_a), (sum_b, items_b) in zip(a, reversed(b)):
         merged.append((sum_a + sum_b, items_a + items_b))

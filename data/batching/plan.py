@@ -55,7 +55,7 @@ class Plan:
         return self.first[self.sequences] == rank
 
     def expanded(self, group_size: int) -> "Plan":
-        """Return the plan of the sequences for a plan of groups of neighbouring sequences.
+        """Return this plan for single sequences, if its items are groups of neighbouring sequences.
 
         Group i consists of the sequences group_size * i, group_size * i + 1, ...
         """
@@ -75,9 +75,9 @@ class Plan:
     def of(passes: Passes, rank: int, lengths: Sequence[int], costs: Sequence[float]) -> "Plan":
         """Return the plan of one rank.
 
-        Its metrics are perf/cp_{size}, the number of tokens that groups of that size work on, and
-        perf/plan_efficiency, the fraction of time in which ranks do not wait for each other,
-        estimated from costs.
+        It has two kinds of metrics. perf/cp_{size} is the number of tokens on which groups of this
+        size work. perf/plan_efficiency is the fraction of time in which ranks do not wait for each
+        other, estimated from costs.
         """
         num_ranks = sum(group.size for group in passes[0])
         groups = [group for pass_groups in passes for group in pass_groups]

@@ -90,7 +90,7 @@ class UserSampler:
         if rows is None:
             raise InputError(
                 f"{returned} has the type {type_of(result)}: return "
-                f"data.train_batch_size={size} numbers of rows, as a list or an array of whole "
+                f"data.train_batch_size={size} row numbers, as a list or an array of whole "
                 "numbers"
             )
         if len(rows) != size:
@@ -109,7 +109,7 @@ class UserSampler:
         """Compute some of the first num_batches batches, first and last included.
 
         Computes them once more in reverse order, to find a function whose results depend on earlier
-        calls. Raises InputError for it, and as rows_of_batch() does.
+        calls. Raises InputError if it finds one, or if rows_of_batch() fails.
 
         Returns:
             The number of each of these batches -> a fingerprint of its rows.

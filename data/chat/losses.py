@@ -1,4 +1,4 @@
-"""The texts and fields of a row that its rendered chat lacks, and why that is so."""
+"""The texts and fields of a row that its rendered chat lacks, and the reasons."""
 
 from __future__ import annotations
 

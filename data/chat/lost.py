@@ -234,7 +234,7 @@ class TextCheck:
     def is_dropped_by_design(self, text: Text, missing: list[int]) -> bool:
         """Return whether the template prints this text of the assistant in the latest turn only.
 
-        That is so if it prints the text when the chat ends with this message, or if the text is the
+        This is true if it prints the text when the chat ends with this message. It is also true for
         reasoning before a closing tag, in an answer before the last user message.
         """
         messages = self.conversation.messages
@@ -304,7 +304,7 @@ def unused_word(text: str) -> str:
 
 
 def plain_row_losses(row: dict, options) -> list[Loss]:
-    """Return the columns that only a chat template could print, of a row of plain text."""
+    """Return the columns of a plain-text row that only a chat template could print."""
     columns = [options.tools_key, options.template_kwargs_key, "enable_thinking"]
     if isinstance(row.get(options.system_key), str):
         columns.append(options.system_key)
@@ -318,7 +318,8 @@ def plain_row_losses(row: dict, options) -> list[Loss]:
 def lost_fields(conversation: Conversation) -> Iterator[Loss]:
     """Yield the fields of messages that have no text to mark, and no effect on the rendered chat.
 
-    `name` is such a field, because templates compare it. In a tool's result it is only a link.
+    `name` counts as one: it is never marked, since templates may compare it. In a tool's result, it
+    only links the result to its call.
     """
     if all(message.keys() <= ORDINARY_FIELDS for message in conversation.messages):
         return
@@ -347,7 +348,7 @@ def has_effect(conversation: Conversation, fields: list[tuple[int, str]]) -> boo
 
 
 def empty_answers(conversation: Conversation, turns: list[int]) -> Iterator[Loss]:
-    """Yield those of the assistant's messages in `turns` that have no text at all."""
+    """Yield a loss for each assistant message in `turns` that has no text at all."""
     with_text = {text.message for text in conversation.texts}
     for i in turns:
         if i not in with_text:
@@ -373,7 +374,7 @@ def lost_call_arguments(conversation: Conversation) -> Iterator[Loss]:
 
 
 def without_arguments(calls: list[dict], index: int) -> list[dict]:
-    """Return tool calls of which the one with this index has no arguments."""
+    """Return the tool calls, without the arguments of the one with this index."""
     call = calls[index]
     emptied = call.get("function", call) | {"arguments": {}}
     shortened = list(calls)
@@ -382,7 +383,7 @@ def without_arguments(calls: list[dict], index: int) -> list[dict]:
 
 
 def leaves(value) -> Iterator:
-    """Yield the values within dicts and lists that are neither."""
+    """Yield the values in nested dicts and lists, except None."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):

@@ -53,7 +53,7 @@ def tool_texts(tool) -> list[str]:
 
 
 def lost_descriptions(conversation: Conversation) -> Iterator[Loss]:
-    """Yield a loss if a description within a tool, such as that of a parameter, is not printed.
+    """Yield a loss if a description within a tool, such as a parameter's, is not printed.
 
     It is only reported: templates may write a tool's signature in a shorter form.
     """
@@ -81,7 +81,8 @@ def descriptions_within(schema) -> Iterator[str]:
 def lost_template_arguments(conversation: Conversation) -> Iterator[Loss]:
     """Yield the arguments of the template that have no effect.
 
-    One that the template names may have an effect in other rows, such as a default value.
+    A single word, number or boolean is not reported if the template names the argument: it may be
+    the default value, and have an effect in other rows.
     """
     arguments = conversation.inputs.arguments
     template = str(conversation.chat.tokenizer.chat_template)

@@ -1,4 +1,4 @@
-"""Find the fields of texts in lists of parts, such as the sources that an answer cites.
+"""Find additional fields of text parts, such as the sources that an answer cites.
 
 A chat template gets the type and the text of such a part, and nothing else.
 """
@@ -13,7 +13,7 @@ from data.images.sources import TEXT_PARTS, is_image
 
 
 def lost_part_fields(messages: list[dict]) -> Iterator[Loss]:
-    """Yield the fields of texts in a list of parts, such as citations. Nothing reads them."""
+    """Yield the fields of text parts besides type and text. Nothing reads them."""
     for i, message in enumerate(messages):
         content = message.get("content")
         for part in content if isinstance(content, list) else ():

@@ -1,7 +1,7 @@
 """The key of a message that holds the reasoning before an answer.
 
 Data sets and templates call it by different names. A row's reasoning is moved to the key that the
-template prints, which a chat with each of the keys shows.
+template prints. To find that key, a short chat is rendered with each of the keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def with_readable_reasoning(
 ) -> list[dict]:
     """Return the messages with their reasoning under a key that the template prints.
 
-    Messages that have such a key already are unchanged, and so are all if there is no such key.
+    Messages that already use such a key are unchanged. If there is no such key, all are unchanged.
 
     Args:
         try_render: renders messages; returns None if the template rejects them.

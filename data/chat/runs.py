@@ -35,7 +35,7 @@ class Run:
         return self.start >= self.end
 
 
-# In place of the run before the first one.
+# Stands for the run before the first one.
 CHAT_START = Run(None, 0, 0)
 
 

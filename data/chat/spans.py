@@ -97,7 +97,7 @@ def search_spans(conversation: Conversation, turns: list[int]) -> list[Span]:
 
 
 def check_has_header(conversation: Conversation, turn: Run, previous: Run) -> None:
-    """Raise InputError if a turn follows the end of another one of the assistant without a header.
+    """Raise InputError if there is no header between the end of one assistant turn and the next.
 
     The model would learn to go on after the token that ends generation.
     """

@@ -323,7 +323,7 @@ def load_hf_processor(path: Path, tokenizer=None):
 
 
 def without_videos(processor_class: type) -> type:
-    """Return a processor class without its video processor, which alone needs torchvision."""
+    """Return a processor class without its video processor, which needs torchvision."""
 
     class WithoutVideos(processor_class):
         @classmethod

@@ -176,7 +176,7 @@ class Checkpointer:
             progress: the script's state, which becomes trainer.json. If the engine does not use
                 some of the model's weights, this method adds "rest": the model directory from which
                 an export takes them.
-            files: further files of this rank, by name; read_files() reads those of all ranks.
+            files: further files of this rank, by name; read_files() reads the files of all ranks.
             other_engines: other engines to save, such as critic=...
         """
         self.wait()
@@ -260,7 +260,7 @@ def find_checkpoint(path: Path) -> Path:
 
     Args:
         path: a checkpoint, a run's directory, its directory checkpoints/ or the file `latest` in
-            it. For all but the first, the newest checkpoint is meant, and printed.
+            it. For all but the first, the newest checkpoint is chosen, and printed.
 
     Raises:
         InputError: if there is no checkpoint.

@@ -68,7 +68,7 @@ def export_hf(engine: Engine, tokenizer, directory: Path, base_name: str | None 
 def exported_weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the files, tensor) of an engine's model or, if there are any, its adapters.
 
-    A value head is that of a sequence classifier.
+    A value head is named as in a sequence classifier.
     """
     has_adapters = engine.config.model.lora.rank > 0
     if not engine.is_classifier:
@@ -339,7 +339,7 @@ def read_model_names(model: Path) -> dict[str, str | None]:
 def merged_classifier_weights(
     base: Path, adapter: dict[str, Tensor], settings: DictConfig, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Do the same as merged_weights() for a reward model, which only has weights that it uses."""
+    """Do the same as merged_weights() for a reward model, without weights that it does not use."""
     yield SCORE, adapter.pop(SCORE).to(dtype)
     names = read_model_names(base)
     for name, weight in merged_weights(base, adapter, settings, dtype):

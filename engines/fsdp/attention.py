@@ -277,7 +277,7 @@ def reject_unsupported(options: dict) -> None:
 
 
 def reject_window_mask(attention_mask: Tensor | None, window: int) -> None:
-    """Raise InputError if a model limits its attention to a window only by a mask, or without one.
+    """Raise InputError if a layer's attention and its mask have different windows.
 
     This is detected in passes over shapes (on the meta device): see window_as_mask().
     """

@@ -36,7 +36,7 @@ class PackedModel(nn.Module):
             targets: [k], the tokens to predict.
             candidate_ids: [k, K], the tokens that each target was sampled from.
             packing: None if every row holds one sequence.
-            teacher: what a teacher provides for each target.
+            teacher: a teacher's outputs for each target.
             inputs: input_ids and position_ids [rows, length] and, for images, further inputs of the
                 model.
         """

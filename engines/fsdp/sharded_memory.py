@@ -118,10 +118,10 @@ def estimate_memory(
 def estimate_peak(setup: Setup) -> Estimate:
     """Estimate one rank's memory at the moment that needs the most."""
     start = at_start_of_backward(setup)
-    moments = [start]
+    estimates = [start]
     if setup.is_trained:
-        moments.append(at_end_of_backward(setup, start))
-    peak = max(moments, key=lambda estimate: estimate.device_total)
+        estimates.append(at_end_of_backward(setup, start))
+    peak = max(estimates, key=lambda estimate: estimate.device_total)
     return peak.for_role(setup.config, setup.device_type, setup.is_trained)
 
 
@@ -270,10 +270,11 @@ def last_gradient_bytes(setup: Setup) -> float:
 
 
 def kept_all_reduced_bytes(setup: Setup) -> float:
-    """Return the bytes of gradients in reduce_dtype that exist beside those in the weights' dtype.
+    """Return the bytes of reduced gradients that FSDP keeps in addition to the final gradients.
 
     After all replicas have summed the gradients of a layer, FSDP keeps the result to the end of the
-    backward pass. If both dtypes are the same and nothing has to be added, it is the gradient.
+    backward pass. If both dtypes are the same and nothing has to be added, the result is itself the
+    gradient, and needs no memory of its own.
     """
     if not setup.has_replicas:
         return 0

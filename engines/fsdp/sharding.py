@@ -105,7 +105,7 @@ def sums_replicas_once(model: nn.Module, engine: DictConfig, world_size: int) ->
 
 
 def begin_micro_batch(model: nn.Module, engine: DictConfig, world_size: int, is_last: bool) -> None:
-    """Skip communication between the micro-batches of a step that changes no more than rounding.
+    """Skip communication between a step's micro-batches where this changes only the rounding.
 
     With ZeRO-2, the weights stay gathered until the step's last backward pass. A single rank, which
     has no other ranks to reduce gradients with, accumulates them until the last micro-batch.

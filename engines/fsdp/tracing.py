@@ -56,7 +56,7 @@ class RandomnessRecorder(TorchDispatchMode):
 class PlainPass:
     """The result of a forward pass without packing.
 
-    failure        one line that describes what is wrong, or None
+    failure        one line that describes the failure, or None
     probabilities  the nonzero probabilities of dropout
     operations     the names of random operations other than dropout
     """
@@ -150,7 +150,7 @@ def padding_settings(config: DictConfig) -> list[str]:
 
 
 def packed_failure(hf: nn.Module) -> str | None:
-    """Return one line that describes what is wrong with a pass over two packed sequences."""
+    """Return one line that describes why a pass over two packed sequences fails, or None."""
     packing = Packing(torch.zeros(3, dtype=torch.int32, device="meta"), [0, 2, 4], 2)
     failure = failure_with(hf, "packed", **packing.arguments())
     if failure:
@@ -163,7 +163,7 @@ def packed_failure(hf: nn.Module) -> str | None:
 
 
 def failure_with(hf: nn.Module, attention: str, **arguments) -> str | None:
-    """Return one line that describes what is wrong with a pass over four tokens, or None.
+    """Return one line that describes why a pass over four tokens fails, or None.
 
     Args:
         arguments: arguments of the decoder. If there are none, both kinds of masks are tried, and

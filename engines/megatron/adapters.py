@@ -184,8 +184,8 @@ def check_adapters(config: DictConfig, hf_config, hf: nn.Module) -> None:
     )
     if adapts_attention_input and hf_config.num_key_value_heads % tp:
         raise InputError(
-            f"model.lora with engine.tensor_model_parallel_size={tp} needs as many key-value "
-            f"heads, but the model has {hf_config.num_key_value_heads}. Lower "
+            f"engine.tensor_model_parallel_size={tp} does not divide the model's "
+            f"{hf_config.num_key_value_heads} key-value heads, as model.lora requires. Lower "
             "engine.tensor_model_parallel_size, or leave q_proj, k_proj and v_proj out of "
             "model.lora.target_modules."
         )

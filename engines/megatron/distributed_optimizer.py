@@ -169,7 +169,7 @@ def smallest_stage_gradient(
 ) -> float:
     """Return the smallest of all stages' largest absolute gradients.
 
-    The stages include virtual ones and those of other ranks.
+    Virtual stages and the stages of other ranks are included.
     """
     largest = torch.zeros(len(stages), pp_group.size(), device=device)
     for number, stage in enumerate(stages):

@@ -81,7 +81,7 @@ class HiddenStates(GPTModel):
     def _preprocess(self, *, padding_mask: Tensor, **kwargs) -> tuple:
         """Divide the padding mask over tensor-parallel ranks on every pipeline stage.
 
-        Megatron would divide it on the first stage only. See add_routes() for what it may contain.
+        Megatron would divide it on the first stage only. add_routes() describes its contents.
         """
         results = super()._preprocess(**kwargs)
         if self.config.sequence_parallel:

@@ -154,11 +154,11 @@ def check_context_parallel(config: DictConfig, hf_config) -> None:
 def initialize(engine: DictConfig) -> None:
     """Create Megatron's process groups, unless they exist: all engines share one layout.
 
-    The trained model's engine has to be the first. A model without experts beside it has its own
-    number of ranks for experts, 1, and does not use their groups.
+    The trained model's engine has to be the first. A dense model used with a mixture of
+    experts has expert_model_parallel_size=1, and does not use the groups for experts.
 
     Raises:
-        RuntimeError: the groups were created for a model that does not divide its experts so.
+        RuntimeError: the groups were created for another expert_model_parallel_size.
     """
     if mpu.model_parallel_is_initialized():
         size = mpu.get_expert_model_parallel_world_size()

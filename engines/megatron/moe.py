@@ -302,7 +302,7 @@ class CopyTokens(torch.autograd.Function):
 
 
 def mean_aux_loss(routers: list[Router], num_layers: int) -> float:
-    """Return a step's auxiliary loss of routers, as a mean over the layers of all ranks."""
+    """Return the routers' auxiliary loss in a step, as a mean over the layers of all ranks."""
     aux_loss = torch.stack([router.aux_loss for router in routers]).sum()
     dist.all_reduce(aux_loss)
     return aux_loss.item() / num_layers

@@ -100,7 +100,7 @@ def on_all_stages(
 ) -> Tensor:
     """Stack the last pipeline stage's results [T], and return them on all stages.
 
-    results: empty on other stages. shape: that of the stacked results.
+    results: empty on other stages. shape: the shape of the stacked results.
     """
     outputs = torch.stack([x.float() for x in results]) if results else torch.zeros(shape)
     outputs = outputs.to(device)

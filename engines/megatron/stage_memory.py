@@ -137,7 +137,7 @@ def estimate_memory(
     """Estimate one rank's peak memory in each pipeline stage.
 
     The sizes of parameters, gradients and optimizer state are exact, except that the padding of
-    buffers is ignored and uneven shares are averaged over ranks. The activations are those of all
+    buffers is ignored and uneven shares are averaged over ranks. Activations are counted for all
     micro-batches that wait for their backward pass on the stage. All experts are assumed to get
     equally many tokens.
     """

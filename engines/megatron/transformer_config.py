@@ -54,8 +54,8 @@ def make_transformer_config(
 def num_expert_ranks(hf_config) -> int:
     """Return how many ranks share a layer's experts: 1 if there are none.
 
-    A dense critic, reference, teacher or reward model has the process groups of a policy with
-    experts.
+    If the policy has experts, the process groups for them exist, and a dense critic, reference,
+    teacher or reward model does not use them.
     """
     if getattr(hf_config, "num_experts", None):
         return mpu.get_expert_model_parallel_world_size()

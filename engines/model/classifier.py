@@ -46,7 +46,8 @@ def check_trainable(hf_config, hf: nn.Module) -> None:
         hf: the language model on the meta device, with a value head.
 
     Raises:
-        InputError: its parameters have other names than the language model's, or there is none.
+        InputError: transformers has no classifier, or its parameters have other names than the
+            language model's.
     """
     kind = classifier_class(hf_config)
     hf_config.num_labels = 1
@@ -63,7 +64,7 @@ def check_trainable(hf_config, hf: nn.Module) -> None:
 
 
 def as_classifier(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model with a value head, which gets its name in a classifier."""
+    """Yield a model's weights, with the value head named as in a sequence classifier."""
     for name, weight in weights:
         yield SCORE if name in VALUE_HEADS else name, weight
 
@@ -77,7 +78,7 @@ def value_head_name(hf: nn.Module) -> str | None:
 
 
 def check_score_shape(path: Path, shapes: dict[str, list[int]]) -> None:
-    """Raise InputError if the files have a score head for another number of labels than one.
+    """Raise InputError if the files have a score head that does not have exactly one label.
 
     Args:
         shapes: of the tensors in the files.
@@ -112,7 +113,7 @@ def check_is_reward_model(key: str, path: str) -> None:
 
 
 def describe_as_classifier(hf_config, padding_id: int | None) -> None:
-    """Change a language model's configuration to that of a classifier with one label.
+    """Turn a language model's configuration into the configuration of a one-label classifier.
 
     Args:
         padding_id: the token that transformers takes for padding. The score is read at the last

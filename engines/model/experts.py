@@ -34,7 +34,7 @@ def experts_per_token(hf_config) -> int:
 
 
 def with_own_experts(config: DictConfig) -> DictConfig:
-    """Return the configuration of a model beside the trained one, without settings it cannot use.
+    """Return the configuration of a model other than the trained one, without unusable settings.
 
     A model without experts has nothing to divide over ranks and no loss of routers, whatever the
     trained model has.
@@ -128,7 +128,8 @@ def aux_loss_weight(coefficient: float | None, hf_config, num_routers: int) -> f
     experts are chosen evenly, that loss is the number of experts per token, and aux_loss() is
     num_routers. So the coefficient in config.json is converted; the user's own is not. The result
     is the mean of the losses that transformers would compute for each layer alone. transformers
-    itself pools the tokens of all layers, so layers whose preferences differ even out.
+    itself pools the tokens of all layers, so layers with opposite preferences compensate for each
+    other.
     """
     weight = aux_loss_coef(coefficient, hf_config)
     if coefficient is not None:

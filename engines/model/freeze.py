@@ -83,7 +83,7 @@ def is_critic(config: DictConfig, head: Head) -> bool:
 
 
 def names_in_files(config: DictConfig, hf: nn.Module) -> tuple[dict[str, str | None], str]:
-    """Return {name in the files: name in the model}, and what these names are for error messages.
+    """Return {name in the files: name in the model}, and a phrase for the names in errors.
 
     Without files, the names are those that transformers would write.
     """

@@ -144,7 +144,7 @@ def group_sizes(engine: Engine) -> list[int]:
 def warn_if_inconclusive(engine: Engine, batches: ProbeBatches, comparison: Comparison) -> None:
     """Warn if the comparison proves nothing, because a leak would hardly change the outputs.
 
-    That is so if they hardly change even when all sequences are joined into one.
+    It proves nothing if they hardly change even when all sequences are joined into one.
     """
     size = group_sizes(engine)[0]
     together = outputs_together(engine, batches.joined, size)

@@ -50,7 +50,7 @@ def frequency_limits(hf_config) -> Iterator[tuple[str, int]]:
 
 
 def keep_short_frequencies(hf: nn.Module) -> None:
-    """Fix the frequencies of rotary embeddings to those of short sequences.
+    """Make rotary embeddings always use the frequencies for short sequences.
 
     check_rope() has ruled out longer sequences. Without this function, modules would search every
     batch for them.

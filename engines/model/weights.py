@@ -32,8 +32,8 @@ def check_files(
     """Check that the files hold exactly the weights of a model.
 
     Only headers are read, except for tied matrices that are in the files twice: their values are
-    compared. With a value head, the files may lack the output matrix, or hold a language model's
-    or the score head of a classifier.
+    compared. With a value head, the files may have no output matrix, a language model's output
+    matrix, or a classifier's score head.
 
     Args:
         hf: the model on the meta device.

@@ -20,7 +20,7 @@ from config import InputError
 
 SECONDS_TO_CONNECT = 20
 SECONDS_TO_REPORT = 60
-# Each variable with the form in which it takes the name of one interface.
+# Variable -> its notation for exactly one interface.
 VARIABLES = {
     "GLOO_SOCKET_IFNAME": "{}",
     "NCCL_SOCKET_IFNAME": "={}",
@@ -69,9 +69,9 @@ def connect_nodes(store: dist.Store, rank: int, num_ranks: int) -> None:
     is_first = first_ranks[own.machine] == rank
     listener = socket.create_server((address, 0), family=family_of(address)) if is_first else None
     port = listener.getsockname()[1] if listener else 0
-    doors = share(store, "door", rank, num_ranks, [address, port])
+    endpoints = share(store, "endpoint", rank, num_ranks, [address, port])
     ranks_to_reach = [r for r in first_ranks.values() if r != rank] if is_first else []
-    problem = first_problem(own, places, doors, ranks_to_reach)
+    problem = first_problem(own, places, endpoints, ranks_to_reach)
     problems = share(store, "problem", rank, num_ranks, problem, SECONDS_TO_REPORT)
     if listener:
         listener.close()
@@ -142,7 +142,7 @@ def choose_interface(own: Place, places: list[Place], is_reported: bool) -> str:
     """Choose the interface that reaches the other nodes, and return its address.
 
     The node of the rendezvous may know itself only by a loopback address. It chooses the interface
-    that leads to the first node which sees it from outside.
+    that leads to the first other node whose address is not loopback.
 
     Args:
         own: the place of this rank.
@@ -169,16 +169,16 @@ def choose_interface(own: Place, places: list[Place], is_reported: bool) -> str:
 
 
 def first_problem(
-    own: Place, places: list[Place], doors: list[list], ranks: list[int]
+    own: Place, places: list[Place], endpoints: list[list], ranks: list[int]
 ) -> str | None:
     """Try to connect to the first rank of each other node; return what went wrong, or None.
 
     Args:
-        doors: for each rank, the address and the port where it listens.
+        endpoints: for each rank, the address and the port where it listens.
         ranks: the ranks to connect to.
     """
     for rank in ranks:
-        address, port = doors[rank]
+        address, port = endpoints[rank]
         try:
             socket.create_connection((address, port), SECONDS_TO_CONNECT).close()
         except OSError as error:

@@ -119,7 +119,7 @@ def agent(function):
 @pytest.mark.parametrize(
     "function, error",
     [
-        ({"arguments": {"a": 1}}, "has no name of a function"),
+        ({"arguments": {"a": 1}}, "has no function name"),
         ({"name": "add", "parameters": {"a": 1}}, 'no "arguments", only parameters'),
         ({"name": "add", "arguments": '{"a":'}, "arguments of tool calls must be an object"),
         ({"name": "add", "arguments": '"{}"'}, "arguments of tool calls must be an object"),
@@ -324,6 +324,19 @@ def test_files_with_the_same_columns_share_their_lines():
 def test_a_history_that_is_no_list_of_pairs(history):
     row = {"instruction": "i", "output": "o", "history": history}
     with pytest.raises(InputError, match='"history" must be a list of pairs of texts'):
+        read_shape(row, options(), True)
+
+
+@pytest.mark.parametrize(
+    "column, row",
+    [
+        ("completion", {"prompt": "q", "completion": 5}),
+        ("completion", {"prompt": "q", "completion": {"role": "assistant", "content": "a"}}),
+        ("prompt", {"prompt": 5, "completion": [{"role": "assistant", "content": "a"}]}),
+    ],
+)
+def test_a_prompt_or_completion_of_another_type(column, row):
+    with pytest.raises(InputError, match=f'"{column}" must be a text or a list of messages, not'):
         read_shape(row, options(), True)
 
 

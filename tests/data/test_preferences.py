@@ -297,7 +297,7 @@ MISTAKES = {
     ),
     "another prompt than the column's": (
         {"prompt": "1+1?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        '"prompt" is another prompt than the one that the chats',
+        '"prompt" is not the prompt that the chats of both answers',
     ),
     "one complete chat": (
         {"prompt": "2+3?", "chosen": [USER, GOOD], "rejected": "6"},

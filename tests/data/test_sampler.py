@@ -54,7 +54,7 @@ def test_a_sampler_gets_its_inputs_by_name():
     assert calls[0]["seed"] == 5
 
 
-NUMBERS = "return data.train_batch_size=4 numbers of rows, as a list or an array of whole numbers"
+NUMBERS = "return data.train_batch_size=4 row numbers, as a list or an array of whole numbers"
 WRONG = {
     "short": ([1, 2], "has 2 rows: return data.train_batch_size=4 of them"),
     "empty": ([], "has 0 rows: return data.train_batch_size=4"),

@@ -132,7 +132,7 @@ MOE = "model.path=FOLDER/qwen3_moe"
         (
             4,
             ["model.lora.rank=4", "engine.tensor_model_parallel_size=4"],
-            "parallel_size=4 needs as many key-value heads",
+            "parallel_size=4 does not divide the model's 2 key-value heads, as model.lora",
         ),
         (
             1,

@@ -67,8 +67,8 @@ def test_a_loopback_address_is_kept_where_there_is_no_other(no_interface_is_name
 
 def test_a_node_that_listens_is_reached():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        doors = [["", 0], ["127.0.0.1", listener.getsockname()[1]]]
-        assert network.first_problem(HERE, [HERE, THERE], doors, ranks=[1]) is None
+        endpoints = [["", 0], ["127.0.0.1", listener.getsockname()[1]]]
+        assert network.first_problem(HERE, [HERE, THERE], endpoints, ranks=[1]) is None
 
 
 def test_a_node_that_cannot_be_reached_is_named():

@@ -143,19 +143,31 @@ def test_a_rank_that_writes_no_records_is_named_in_any_stage(make_ranks, exits, 
 
 
 @pytest.mark.parametrize(
-    "seconds, num_exits, cause",
+    "seconds, num_exits, cause, subject",
     [
-        ((9, 9), 2, "all ranks wait in stage 'start': they entered different collectives, or "),
-        ((9, 0), 1, "1 rank is missing: rank 1 was last seen in stage 'start', entered 0.0"),
+        (
+            (9, 9),
+            2,
+            "all ranks wait in stage 'start': they entered different collectives, or ",
+            "they",
+        ),
+        (
+            (9, 0),
+            1,
+            "1 rank is missing: rank 1 was last seen in stage 'start', entered 0.0",
+            "the others",
+        ),
     ],
 )
-def test_a_hanging_collective_ends_its_ranks(make_ranks, exits, capfd, seconds, num_exits, cause):
+def test_a_hanging_collective_ends_its_ranks(
+    make_ranks, exits, capfd, seconds, num_exits, cause, subject
+):
     for rank in make_ranks(*seconds):
         assert rank.limit == LIMIT_SECONDS
     wait_for_exits(exits, num_exits)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"error: {cause}")
-    assert line.endswith(f"; the others {WAITED}")
+    assert line.endswith(f"; {subject} {WAITED}")
 
 
 def test_an_error_of_a_lost_connection_names_the_lost_ranks(

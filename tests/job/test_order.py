@@ -169,7 +169,7 @@ def test_a_sampler_reads_rows_lengths_and_sources(folder, tmp_path, script):
     assert batches(order)[:4] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11], [0, 3, 6, 9]]
     (notice,) = order.notices
     assert notice.endswith(
-        "mine.py:mine chooses the rows; the first batch, counted from 0: 0, 3, 6, 9"
+        "mine.py:mine chooses the rows; first batch, counting rows from 0: 0, 3, 6, 9"
     )
 
 

@@ -189,7 +189,7 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_whatever_the_others_wait_for
     assert "error: 1 rank is missing: rank 0 was last seen in stage 'start', entered " in said
     assert "Traceback" not in said
     if number == "SIGKILL":
-        assert "; look for its own error, or, if there is none, whether its node" in said
+        assert "; look for its own error. If there is none, check whether its node" in said
 
 
 @pytest.mark.slow

@@ -266,4 +266,4 @@ def test_a_dry_run_shows_the_teacher(assets, tmp_path):
     output = run(command).stdout
     assert "memory of one rank for the teacher" in output
     assert "output matrix of the teacher" in output
-    assert "kept from the teacher, host" in output
+    assert "teacher outputs, host" in output

@@ -128,7 +128,7 @@ def test_home_and_environment_variables_are_expanded_in_paths(monkeypatch, tmp_p
         ("output_dir=$NOWHERE/x", "output_dir=$NOWHERE/x: the environment variable NOWHERE is not"),
         ("output_dir=${NOWHERE}/x", "output_dir=${NOWHERE}/x: the environment variable NOWHERE is"),
         ("data.val_files=[a,$NOWHERE]", "data.val_files=$NOWHERE: the environment variable"),
-        ("output_dir=~nobody_here/x", "~nobody_here is no user's home; write ./~nobody_here/x"),
+        ("output_dir=~nobody_here/x", "~nobody_here is not the home of any user; write ./~nobody"),
     ],
 )
 def test_a_path_that_cannot_be_expanded_is_a_mistake(argument, message):
@@ -175,6 +175,8 @@ def test_the_configuration_is_read_only():
         ("dry_run=1", "dry_run=1 must be true or false"),
         ("data.truncation=none", "must be one of error, left, right, drop"),
         ("data.num_proc=x", "must be a whole number or null"),
+        ("data.ignored_fields=[on]", "data.ignored_fields=[True] must be a list of strings"),
+        ("data.drop_processor_keys=[1]", "must be a list of strings"),
         ("trainer.save_freq=0", "must be above 0, or -1 for never"),
         ("trainer.logger=[console,neptune]", "not 'neptune'"),
         ("trainer.logger=console", "must be a list"),

@@ -717,4 +717,4 @@ def test_a_dry_run_shows_the_teacher(assets, tmp_path):
     output = run(arguments(assets, tmp_path, "dry_run=true")).stdout
     assert "memory of one rank for the teacher" in output
     assert "output matrix of the teacher" in output
-    assert "kept from the teacher, host" in output
+    assert "teacher outputs, host" in output
