@@ -262,22 +262,6 @@ def test_peft_loads_the_adapter_and_the_head(assets, run_layout, tmp_path, name)
 
 
 # A program that scores conversations with vLLM alone, which knows nothing of this repository.
-POOL = """
-import json, sys
-from vllm import LLM, PoolingParams
-path, result, chats = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-llm = LLM(
-    path, runner="pooling", dtype="float32", max_model_len=128, enforce_eager=True,
-    kv_cache_memory_bytes=10**7,
-)
-outputs = llm.encode(
-    [{"prompt_token_ids": ids} for ids in chats],
-    pooling_task="classify", pooling_params=PoolingParams(use_activation=False),
-)
-open(result, "w").write(json.dumps([output.outputs.data.tolist() for output in outputs]))
-"""
-
-
 def test_vllm_loads_the_export_and_computes_the_same_scores(assets, run_layout, tmp_path):
     path = run_layout("pairs", "1 rank") / "hf"
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -285,9 +269,9 @@ def test_vllm_loads_the_export_and_computes_the_same_scores(assets, run_layout, 
     chats = chats_of(rows_of(assets), "chosen")
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    program = tmp_path / "pool.py"
-    program.write_text(f"if __name__ == '__main__':\n{POOL.replace(chr(10), chr(10) + '    ')}\n")
-    run([sys.executable, program, path, tmp_path / "scores", json.dumps(ids)], fresh=True)
+    (tmp_path / "ids").write_text(json.dumps(ids))
+    worker = "tests/reward_models/pooling_worker.py"
+    run([sys.executable, worker, path, tmp_path / "scores", tmp_path / "ids"], PYTHONPATH=str(ROOT))
     scores = torch.tensor(json.loads((tmp_path / "scores").read_text()))[:, 0]
     expected = scores_of_transformers(model, tokenizer, chats)
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)

@@ -65,7 +65,8 @@ ROLLOUT = (
 MEGATRON = (*TRAINING, "engines.megatron.engine")
 GENERATES = re.compile(
     r"train_ppo|examples/loop|rollout\.episodes\.try|engines\.check|"
-    r"/(rollout|rollout_images|episodes|partial|scheduler|speculation|adapters)_worker|"
+    r"/(rollout|rollout_images|episodes|partial|scheduler|speculation|adapters|pooling|fp8|routes)"
+    r"_worker|"
     r"/(episodes_gpu|generation_profile|speculative_h200|weight_sync_h200)"
 )
 # On a machine with a GPU, importing torch starts threads, which a fork would lack.
@@ -111,8 +112,12 @@ def launch_each(launches: dict, run: Callable) -> Callable:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return this process's environment for a run: one thread per rank, and no Slurm job."""
+    """Return this process's environment for a run: one thread per rank, and no Slurm job.
+
+    Runs may write bytecode: each imports the repository's modules, and would compile them anew.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    inherited.pop("PYTHONDONTWRITEBYTECODE", None)
     return {**inherited, "OMP_NUM_THREADS": "1", **variables}
 
 
