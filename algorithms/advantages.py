@@ -213,8 +213,8 @@ def max_rl(outcome: Tensor, group: Tensor, **_) -> AdvantagesAndReturns:
     """Maximum likelihood reinforcement learning (Tajwar et al. 2026).
 
     (outcome - mean) / (mean + 1e-6), both over the group; 0 in a group of one. With outcomes of 0
-    and 1, the expected gradient is that of the log-likelihood of a right answer, cut off after as
-    many terms as the group has responses. The returns are the outcomes.
+    and 1, the expected gradient approximates that of the log-likelihood of a right answer: in a
+    group of n, it is the sum of the first n terms of its series. The returns are the outcomes.
 
     Raises ValueError for a negative outcome, with which the mean could be 0 or negative.
     """

@@ -120,6 +120,6 @@ def check_part_names(config: DictConfig, names: Iterable[str]) -> None:
     """Raise InputError if the reward function returns a part named like the reward model's."""
     if PART in names:
         raise InputError(
-            f'reward.function={config.reward.function} returns a part named "{PART}", which is '
-            f"that of {KEY}: rename it"
+            f'reward.function={config.reward.function} returns a part named "{PART}", but this is '
+            f"the name of the part that {KEY} adds: rename it"
         )

@@ -223,7 +223,7 @@ def check_icepop_keeps_tokens(config: DictConfig) -> None:
 def check_kl_loss_teaches(config: DictConfig) -> None:
     """Raise InputError if the expected gradient of the divergence in the loss is 0.
 
-    This is so if its derivative is the same at every token, as that of k1: the expectation of
+    This is so if its derivative is the same at every token, as k1's is: the expectation of
     grad log p under p is 0.
     """
     algorithm = config.algorithm

@@ -204,8 +204,9 @@ def compute(teachers: Teachers, share: Share) -> None:
 def teacher_metrics(config: DictConfig, metrics: dict[str, float]) -> dict[str, float]:
     """Return metrics with the mean divergence from each of several teachers.
 
-    metrics: with the losses' sums distill/divergence/NAME, and distill/share/NAME, the share of the
-    tokens that each teacher has taught. Without such tokens, there is no mean.
+    metrics: from the losses. distill/divergence/NAME is a sum over the tokens of this teacher,
+    weighted as in the mean over all tokens, and distill/share/NAME is the share of its tokens. A
+    teacher without tokens has no mean.
     """
     metrics = dict(metrics)
     for name in config.algorithm.distill.teachers:

@@ -25,7 +25,7 @@ def read_score(value, weights: dict[str, float]) -> dict:
 
 
 def score_parts(value, parts: Mapping, weights: dict[str, float]) -> dict:
-    """As read_score(), for a value of which only these parts count."""
+    """As read_score(), but count only these parts of the value."""
     for name in weights:
         if name not in parts:
             trace = f"the function returned {value!r:.200}, without the part {name!r}"
