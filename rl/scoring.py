@@ -97,10 +97,7 @@ class RewardModel:
 
 
 def add_to_scores(config: DictConfig, samples: Samples) -> Samples:
-    """Return samples whose scores include the reward model's, with metrics of these scores.
-
-    Raises InputError if the reward function returns a part with the name of the reward model's.
-    """
+    """Return samples whose scores include the reward model's, with metrics of these scores."""
     scores_of_model = samples.parts[PART]
     parts = {name: part for name, part in samples.parts.items() if name != PART}
     if not parts and config.reward.function != NO_FUNCTION:
