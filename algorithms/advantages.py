@@ -107,7 +107,7 @@ def grpo_steps(
     A step's reward is normalized over all steps of its group: (reward - mean) / (unbiased standard
     deviation + 1e-6). The advantage of a token is the sum over the steps that end at this token or
     later, plus grpo() of the outcome without the steps. If the latter is the same for a group, the
-    second term is 0, and the advantage is that of the paper. The returns are the rewards-to-go.
+    second term is 0, and the advantage is the paper's. The returns are the rewards-to-go.
     """
     is_step = (step_ends > 0) & (mask > 0)
     step_rewards = torch.where(is_step, step_rewards, 0).double()

@@ -52,8 +52,7 @@ class RewardModel:
     def score(self, samples: Samples, group: dist.ProcessGroup | None) -> Samples:
         """Return the samples with the score of each response as the part "model".
 
-        The scores of the samples stay those of the reward function: see add_to_scores(). Called by
-        all ranks.
+        The samples keep the reward function's scores: see add_to_scores(). Called by all ranks.
 
         group: gloo group of all ranks.
         """

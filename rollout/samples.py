@@ -46,7 +46,7 @@ class Episodes:
 
     @staticmethod
     def of_one_sequence(num_sequences: int) -> Episodes:
-        """Return episodes of which each has a single sequence."""
+        """Return episodes with one sequence each."""
         positions = torch.arange(num_sequences)
         return Episodes(positions, positions)
 

@@ -56,7 +56,7 @@ class Branch:
         return not self.is_open and prompt_ids[:length] == self.token_ids
 
     def read(self, prompt_ids: list[int]) -> None:
-        """Append the tokens of a prompt that follow those of this branch."""
+        """Append the tokens with which a prompt continues this branch."""
         num_new = len(prompt_ids) - len(self.is_sampled)
         self.token_ids = list(prompt_ids)
         self.is_sampled += [False] * num_new

@@ -169,7 +169,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A request for tokens that continue other tokens. The fields are those of ChatRequest."""
+    """A request for tokens that continue other tokens. The fields are as in ChatRequest."""
 
     token_ids: list[int]
     max_tokens: int | None

@@ -98,7 +98,7 @@ class Fp8Weights:
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes [n, in] in FP8 and scales [n, 1] fp32, with rows [n, in] = codes * scales.
 
-    The results are those of vLLM's own quantization.
+    The results equal vLLM's own quantization.
     """
     if rows.is_cuda:
         from vllm import _custom_ops
