@@ -70,7 +70,7 @@ def with_steps(answer: dict, steps: list, response: str, name: str) -> dict:
     """Return an answer with the rewards of steps, whose sum becomes a part of the score.
 
     Args:
-        answer: from read_score(), for the score that the function returned beside the steps.
+        answer: from read_score(), for the score that the function returned with the steps.
         steps: pairs (end, reward): the step ends before character `end` of the response.
         name: the function, for the trace of a failure.
 
