@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from config import InputError, defaults, run as run_script
 
 UNREAD = ["algorithm", "critic", "reference", "reward.model", "reward.step_rewards"]
-UNREAD += ["data.teacher_prompt_key", "dry_run", "trainer.val_only"]
+UNREAD += ["reward.overlong_buffer", "data.teacher_prompt_key", "dry_run", "trainer.val_only"]
 
 
 def advantages_of(scores, group):
