@@ -242,8 +242,8 @@ def check_kl_loss_teaches(config: DictConfig) -> None:
         raise InputError(
             f"algorithm.kl_loss_type={algorithm.kl_loss_type} has no effect as a loss: its "
             "derivative is the same at every token, so its expected gradient is 0. Set "
-            "algorithm.kl_loss_type=k2 (its gradient is that of KL(policy || reference)) or k3 "
-            "(that of KL(reference || policy)), or algorithm.use_kl_in_reward=true with "
+            "algorithm.kl_loss_type=k2 (which has the gradient of KL(policy || reference)) or k3 "
+            "(the gradient of KL(reference || policy)), or algorithm.use_kl_in_reward=true with "
             f"algorithm.kl_penalty={algorithm.kl_loss_type}"
         )
 

@@ -141,8 +141,8 @@ def check_rows(config: DictConfig, dataset: PromptDataset) -> None:
         if name is None or str(name) not in names:
             problem = f"names the teacher {name!r}" if name is not None else "names no teacher"
             raise InputError(
-                f"data.train_files={config.data.train_files}: row {number + 1} of those that are "
-                f"used {problem} in the column {distill.teacher_key}: it must be one of "
+                f"data.train_files={config.data.train_files}: row {number + 1} of the selected "
+                f"rows {problem} in the column {distill.teacher_key}: it must be one of "
                 f"{', '.join(names)}, the keys of algorithm.distill.teachers"
             )
 
