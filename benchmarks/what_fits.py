@@ -105,7 +105,7 @@ def ladder(method: "Method") -> Iterator[Step]:
     The weights are stored in fp32, then in bf16, then in host memory. For each of these, first try
     fewer tokens per micro-batch and fewer logits at once, which hardly cost any speed, and then the
     same with recomputed activations. bf16 is tried only if the weights are trained, and host memory
-    only without vLLM, whose runs offload weights by settings of their own.
+    only without vLLM, since GRPO offloads weights by its own settings.
     """
     storages = [NOTHING]
     if method.is_full:
