@@ -76,12 +76,20 @@ def format(prompt: str, response: str, row: dict) -> float:
 
     The format is the regular expression row["format"], in which a dot also matches newlines. The
     default is <think>...</think><answer>...</answer>, whose <think> may be the end of the prompt.
+
+    Raises:
+        ValueError: the row's format is not a regular expression.
     """
     pattern = row.get("format")
     text = response.strip()
     if pattern is None and prompt.rstrip().endswith("<think>"):
         text = "<think>" + text
-    match = re.fullmatch(pattern or THINK_THEN_ANSWER, text, re.DOTALL)
+    try:
+        match = re.fullmatch(pattern or THINK_THEN_ANSWER, text, re.DOTALL)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"the row's format {pattern!r:.200} is not a regular expression: {error}"
+        ) from error
     return float(match is not None)
 
 

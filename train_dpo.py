@@ -12,7 +12,7 @@ Arguments are YAML files and key=value pairs. Pairs win over files, and later on
 ones. configs/dpo.yaml lists every key. The losses are in algorithms/preference_losses.py, or your
 own: algorithm.loss=my_file.py:name. docs/preferences.md describes rows, losses and the reference.
 
-Checkpoints, signals, exit codes and the files of a run are those of train_sft.py.
+Checkpoints, signals, exit codes and the files of a run are the same as in train_sft.py.
 """
 
 import time

@@ -3,7 +3,7 @@
 On one node, on two nodes, with Slurm (srun starts the ranks), and on a laptop's CPU:
 
     torchrun --nproc-per-node 8 train_ppo.py my.yaml rollout.tensor_parallel_size=2
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
         train_ppo.py my.yaml
     sbatch examples/slurm/ppo.sbatch my.yaml
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 train_ppo.py configs/demo/ppo.yaml

@@ -14,7 +14,7 @@ algorithm.loss=my_file.py:name. docs/reward_models.md describes rows and losses,
 train_ppo.py uses the result. The export is a sequence classifier with one label
 (AutoModelForSequenceClassification of transformers).
 
-Checkpoints, signals, exit codes and the files of a run are those of train_sft.py.
+Checkpoints, signals, exit codes and the files of a run are the same as in train_sft.py.
 """
 
 import time

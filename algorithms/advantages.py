@@ -107,7 +107,7 @@ def grpo_steps(
     A step's reward is normalized over all steps of its group: (reward - mean) / (unbiased standard
     deviation + 1e-6). The advantage of a token is the sum over the steps that end at this token or
     later, plus grpo() of the outcome without the steps. If the latter is the same for a group, the
-    second term is 0, and the advantage is that of the paper. The returns are the rewards-to-go.
+    second term is 0, and the advantage is the paper's. The returns are the rewards-to-go.
     """
     is_step = (step_ends > 0) & (mask > 0)
     step_rewards = torch.where(is_step, step_rewards, 0).double()
@@ -213,8 +213,8 @@ def max_rl(outcome: Tensor, group: Tensor, **_) -> AdvantagesAndReturns:
     """Maximum likelihood reinforcement learning (Tajwar et al. 2026).
 
     (outcome - mean) / (mean + 1e-6), both over the group; 0 in a group of one. With outcomes of 0
-    and 1, the expected gradient is that of the log-likelihood of a right answer, cut off after as
-    many terms as the group has responses. The returns are the outcomes.
+    and 1, the expected gradient approximates that of the log-likelihood of a right answer: in a
+    group of n, it is the sum of the first n terms of its series. The returns are the outcomes.
 
     Raises ValueError for a negative outcome, with which the mean could be 0 or negative.
     """

@@ -116,8 +116,9 @@ def sum_to_go(
     y_t = x_t + decay * y_s, where s is the next masked token; y = 0 after the last one.
 
     All sequences advance together, from their last token. The masked tokens are laid out by their
-    position: all first tokens, then all second tokens, and so on, the longest sequence first. So
-    slice k + 1 holds the successors of the first tokens of slice k, and no padding is needed.
+    position, one slice for each: the first tokens of all sequences, then the second ones, and so
+    on. In each slice, longer sequences come first. So the entries of a slice are the successors of
+    as many entries at the beginning of the slice before it, and no padding is needed.
 
     Args:
         x: [T].

@@ -23,7 +23,7 @@ def bradley_terry(chosen_scores: Tensor, rejected_scores: Tensor, margins: Tenso
     """Return -log sigmoid(chosen - rejected - margin).
 
     Without a margin, this is the negative log-likelihood of the preference (Bradley and Terry 1952,
-    Ouyang et al. 2022); the margin is that of Llama 2 (Touvron et al. 2023).
+    Ouyang et al. 2022); the margin comes from Llama 2 (Touvron et al. 2023).
     """
     return -logsigmoid(chosen_scores - rejected_scores - margins)
 

@@ -6,7 +6,7 @@
 Takes a shape of benchmarks/shapes.py with random weights. All turns have --tokens tokens, since
 such a model hardly ever ends one. After each turn but the last, an episode waits for its tool: a
 log-normal time (median a quarter of a second, sigma 1) of at most --tool-seconds, the same in
-every run. Prints a Markdown table: seconds, tokens per second, the share of those of a single
+every run. Prints a Markdown table: seconds, tokens per second, this speed relative to a single
 turn, and the share of the time in which vLLM had nothing to do.
 
 --trl plays the same episodes with TRL's GRPOTrainer first, in a process of its own, whose end frees

@@ -5,9 +5,9 @@
 
 This measures the work of rank 0 of N: Sampler.draw, divide and set_advantages, on --tokens tokens
 in responses of log-normal length (mean 256, sigma 1), for any N. Each case runs in a process of its
-own; benchmarks/host_path_case.py explains how the other ranks are simulated. Seconds
-are processor time, the smallest of --repeats steps; MiB are the most that the steps add to the
-memory of the process.
+own; benchmarks/host_path_case.py explains how the other ranks are simulated. Seconds are processor
+time, the smallest of --repeats steps; MiB are the most that the steps add to the memory of the
+process.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main() -> None:
         "estimator",
         *STAGES,
         "s per million own tokens",
-        "MiB more at most",
+        "peak MiB added",
         "kB of numbers sent",
     )
     for estimator in arguments.estimators:

@@ -1,6 +1,6 @@
 """The config.json of well-known models, for benchmarks/what_fits.py and tests of configurations.
 
-A dry run needs nothing else of a model but a tokenizer. The values are those of the config.json on
+Besides it, a dry run needs only the tokenizer of a model. The values come from the config.json on
 huggingface.co/NAME, without the keys that transformers fills in with the same values. A test
 compares the numbers of parameters with the model cards'.
 """

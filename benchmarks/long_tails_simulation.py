@@ -10,8 +10,8 @@ and those that would become too old are finished. A decoding step of b responses
 2.0 + 0.0049 b ms, which fits what benchmarks/generation_profile.py measures for 0.5B on an H200. A
 step of training begins when all replicas have stopped.
 
-Prints a Markdown table: the time of generation relative to that of responses of equal lengths, and
-the share of it in which the mean replica waits for the slowest one.
+Prints a Markdown table: how long generation takes relative to responses of equal lengths, and the
+share of this time that a replica waits for the slowest one, on average.
 """
 
 import argparse

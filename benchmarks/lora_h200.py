@@ -12,7 +12,7 @@ The ways differ in what vLLM receives:
     swapped  vLLM has a copy of the frozen weights, and adapters are sent
     shared   vLLM's frozen weights are the trainer's, and adapters are sent
 
-Other arguments are those of benchmarks/ppo_h200.py and hold for all ways. Prints lines of a
+All other arguments are as for benchmarks/ppo_h200.py, and apply to all ways. Prints lines of a
 Markdown table: medians of the steps after the first one.
 """
 

@@ -1,13 +1,13 @@
-"""Make a model and prompts to time GRPO steps with, without downloads and always the same.
+"""Make a model and prompts for timing GRPO steps: no downloads, and the same files every time.
 
     python benchmarks/make_grpo_data.py DIR [--rows 512] [--min-length 64] \\
         [--end-probability 0.015625]
 
 DIR/model: the Qwen3 of make_sft_data.py, 10.5 million random parameters, whose responses vary in
 length as real ones do. The model alone decides when a response ends; programs know only the largest
-length. The vocabulary is divided into --min-length classes. The embedding of each word points to
-the class after its own, and the output matrix finds it there, so that a response goes through all
-classes once. In the last class every token ends the response with a probability of about
+length. The vocabulary is divided into --min-length classes. The embedding of each word names the
+next class, and the output matrix prefers the words of this class, so that a response goes through
+all classes once. In the last class every token ends the response with a probability of about
 --end-probability. Which word of a class is sampled is as random as the weights. Cut off at 256
 tokens, lengths are 64 to 256, about 120 on average. DIR/train.jsonl: prompts, each one turn of 16
 to 64 random words.

@@ -1,4 +1,4 @@
-"""Make a model and data to time SFT steps with, without downloads and always the same.
+"""Make a model and data for timing SFT steps: no downloads, and the same files every time.
 
     python benchmarks/make_sft_data.py DIR [--rows 2000] [--mean-length 200] [--max-length 1024]
 

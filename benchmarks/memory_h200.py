@@ -1,4 +1,4 @@
-"""How much memory the advice after running out of it saves, and what such a run prints.
+"""Measure how much memory the advice of an out-of-memory error saves, and print such an error.
 
     python benchmarks/memory_h200.py 1.5B engine.param_dtype=bfloat16 \\
         data.max_tokens_per_micro_batch=16384

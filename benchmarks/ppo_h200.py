@@ -129,7 +129,7 @@ def draw_picture(path: Path, seed: int, size: tuple[int, int]) -> str:
 
 
 def make_policy(shape: str, models: Path, tokenizer: Path) -> Path:
-    """Make a model with random weights and copy the tokenizer beside it, unless it has one."""
+    """Make a model with random weights and add the tokenizer, unless it has one."""
     from benchmarks.shapes import make_model
 
     path = make_model(shape, models)

@@ -8,7 +8,7 @@
     python benchmarks/profiling_cost.py MODEL TRAIN_FILE --tools torch memory
 
 Runs train_sft.py once for each tool, for eight steps, and records the second half of them. The
-times are those of train_batch: the median of the last three steps of each half. Tools that this
+times are from train_batch: the median of the last three steps of each half. Tools that this
 machine does not have are left out.
 """
 

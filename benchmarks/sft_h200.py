@@ -48,7 +48,7 @@ MEAN_LOG_LENGTH = 6.6
 SIGMA = 0.75
 SHORTEST = 32
 LONGEST = 4096
-NUM_BYTES = 256  # the tokens of texts beside images
+NUM_BYTES = 256  # the tokens of texts with images
 # Kind of kernel -> parts of the names of its kernels. The first kind that matches counts.
 KERNELS = {
     "fused elementwise": ("triton",),

@@ -10,7 +10,7 @@ engine's settings, separated by spaces; "" is data parallel. The weights are ran
 --rollout takes settings that all layouts share.
 
 Prints lines of a Markdown table on rank 0: medians of --repeats, and the largest difference between
-vLLM's log-probabilities of the tokens that it then generates and the engine's. In bf16 both are
+vLLM's and the engine's log-probabilities of tokens that vLLM generates afterwards. In bf16 both are
 rounded; a test on a CPU bounds the difference in fp32.
 """
 

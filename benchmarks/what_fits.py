@@ -102,10 +102,10 @@ ON_HOST = Step(("engine.cpu_offload=true",), ("offload",))
 def ladder(method: "Method") -> Iterator[Step]:
     """Yield the settings for training that are tried, in this order.
 
-    Within each storage of the weights: first fewer tokens per micro-batch and fewer logits at once,
-    which hardly cost any speed, and then the same with recomputed activations. Storage in bf16 is
-    tried only if the weights are trained, and in host memory only without vLLM, which has its own
-    settings for that.
+    The weights are stored in fp32, then in bf16, then in host memory. For each of these, first try
+    fewer tokens per micro-batch and fewer logits at once, which hardly cost any speed, and then the
+    same with recomputed activations. bf16 is tried only if the weights are trained, and host memory
+    only without vLLM, since GRPO offloads weights by its own settings.
     """
     storages = [NOTHING]
     if method.is_full:

@@ -13,7 +13,7 @@ to write columns in minutes; numbers without columns take far longer. One in fiv
 first kind of question shows the columns anyway; reinforcement learning finds that this pays off.
 
 DIR/worked has the same problems with the columns in every reply, for training adapters. DIR/pairs
-has them with two replies, of which the one with the columns is preferred. DIR/mimo is
+has them with two replies; the one with the columns is preferred. DIR/mimo is
 a model of the same size with a layer for multi-token prediction. The same arguments always give
 byte-identical files.
 """

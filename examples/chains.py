@@ -38,7 +38,7 @@ class Options:
 def score(response: str, row: dict) -> float:
     """Return the share of lines that are right before the first error.
 
-    A response with too many lines is never all right.
+    A response with too many lines does not get the full score.
     """
     lines = row["lines"]
     written_lines = response.strip().split("\n")

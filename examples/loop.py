@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/loop.py model.path=DIR data.train_files=prompts.jsonl
 
-The arguments are those of train_ppo.py. With the same ones, train_ppo.py trains the same weights,
-bit for bit. docs/your_own_loop.md describes each call.
+It takes the arguments of train_ppo.py, and with the same arguments both train the same weights, bit
+for bit. docs/your_own_loop.md describes each call.
 """
 
 import sys
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from config import InputError, defaults, run as run_script
 
 UNREAD = ["algorithm", "critic", "reference", "reward.model", "reward.step_rewards"]
-UNREAD += ["data.teacher_prompt_key", "dry_run", "trainer.val_only"]
+UNREAD += ["reward.overlong_buffer", "data.teacher_prompt_key", "dry_run", "trainer.val_only"]
 
 
 def advantages_of(scores, group):

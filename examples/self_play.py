@@ -12,9 +12,9 @@ Any text is a move: its number is the code of its first character, modulo 10. So
 weights can play from the first step on.
 
 There is one base model in the trainer, and one in vLLM; if every rank has the whole base, they are
-the same memory. Roles hold one adapter at a time. The adapter and the optimizer of the player who
-waits are a copy of the engine's state, and `playing` exchanges them. docs/your_own_loop.md
-describes the other calls.
+the same memory. Roles hold one adapter at a time. The waiting player's adapter and optimizer are
+kept as a copy of the engine's state, and `playing` swaps them in. docs/your_own_loop.md describes
+the other calls.
 """
 
 import copy

@@ -44,7 +44,7 @@ def make_steps(rng: random.Random) -> list[str]:
     steps = [f"{first}*{second}"]
     for _ in range(rng.randint(1, 3)):
         sign = rng.choice("+-")
-        number = rng.randint(100, 3000)  # Results stay positive, as the calculator needs it.
+        number = rng.randint(100, 3000)  # Results stay positive: the calculator reads no others.
         steps.append(f"{calculate(steps[-1])}{sign}{number}")
     return steps
 

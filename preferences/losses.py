@@ -217,7 +217,7 @@ def own_parameters(algorithm: DictConfig, name: str, reads: set[str]) -> dict[st
 
 
 def check_kto_weights(kwargs: dict[str, Any]) -> None:
-    """Raise InputError for weights of kto that are negative, or of which none is above 0."""
+    """Raise InputError if a weight of kto is negative, or if both are 0."""
     weights = {name: kwargs.get(name, 1.0) for name in KTO_WEIGHTS}
     for name, weight in weights.items():
         is_number = isinstance(weight, (int, float))  # plugins.find() reports other types

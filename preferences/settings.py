@@ -36,7 +36,7 @@ def check_settings(config: DictConfig) -> PreferenceLoss:
         )
     if loss.needs_kl and config.data.train_batch_size < 2:
         raise InputError(
-            f"algorithm.loss={loss.name} compares answers with those of other rows: set "
+            f"algorithm.loss={loss.name} compares answers with answers of other rows: set "
             "data.train_batch_size to at least 2"
         )
     return loss

@@ -137,10 +137,10 @@ def collect(config: DictConfig, source: Source) -> Samples:
 def informative_responses(config: DictConfig, samples: Samples) -> Tensor:
     """Return for each response whether its group teaches anything: [n] bool.
 
-    It does if the scores of the group differ, as in DAPO. Two estimators can give a group of
-    different scores the advantage 0, or the reverse, so their own numbers decide, without the
-    penalties for length and divergence: gdpo, which normalizes the parts of the reward one by one,
-    and max_at_k.
+    It does if the scores of the group differ, as in DAPO. Two estimators need another criterion.
+    With gdpo, which normalizes the parts of the reward one by one, and with max_at_k, all
+    advantages may be 0 although the scores differ; with gdpo, they may differ although the scores
+    are equal. So the advantages have to differ, without the penalties for length and divergence.
     """
     numbers = samples.scores
     estimator = config.algorithm.adv_estimator

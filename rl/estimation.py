@@ -225,8 +225,8 @@ def shape_rewards(
 def reward_tokens(samples: Samples, tokens: ResponseTokens, outcome: Tensor) -> Tensor:
     """Return the rewards of the tokens, without the divergence from the reference: [T] fp32.
 
-    outcome: [n] fp32. Its part that the turns of the episode have not received is on the last
-    sampled token of each branch.
+    outcome: [n] fp32. The last sampled token of each branch gets the outcome minus the rewards that
+    turns of the episode have received.
     """
     fields = tokens.share.batch.fields
     if "turn_rewards" not in fields:
@@ -280,7 +280,7 @@ def advantage_inputs(
     shaped: ShapedRewards,
     units: Episodes,
 ) -> AdvantageInputs:
-    """Return the estimator's inputs. units: which sequences are one response for it."""
+    """Return the estimator's inputs. units: the sequences that it sees as one response."""
     fields = tokens.share.batch.fields
     baseline = samples.baseline
     return AdvantageInputs(

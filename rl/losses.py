@@ -75,7 +75,7 @@ class ActorLoss:
     def divergence_amounts(self, divergence: Tensor, fields: Fields) -> Amounts:
         """Return the metrics of the weighted divergences [T], also for each of several teachers.
 
-        rl/teacher.py divides those of a teacher by its share of the tokens.
+        rl/teacher.py divides each teacher's divergence by its share of the tokens.
         """
         amounts = {"distill/divergence": divergence.sum()}
         for number, name in enumerate(self.config.algorithm.distill.teachers):

@@ -88,7 +88,7 @@ def head_of(role: str) -> Head:
 
 
 def path_keys(config: DictConfig) -> dict[str, str]:
-    """Return role -> the key that gives the path of its model, if it has its own."""
+    """Return role -> the key that names its model, for roles with a model of their own."""
     keys = dict(zip(teacher_roles(config), teacher_paths(config)))
     keys[REWARD_MODEL] = REWARD_MODEL_KEY
     if config.critic.path:

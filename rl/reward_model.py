@@ -2,7 +2,7 @@
 
 A frozen sequence classifier with one label scores each response in its conversation, after vLLM has
 gone to sleep. It has a tokenizer and a chat template of its own. Its score is a named part of the
-reward, beside that of the reward function:
+reward, next to the reward function's:
 
     score = (score of reward.function) + reward.model.weight * (score of the reward model)
 """

@@ -251,7 +251,7 @@ class Roles:
     ) -> None:
         """Append the responses of a draw that could not be graded to failures.jsonl.
 
-        num_drawn: the responses of the step so far; None: those of this draw. num_earlier: the
+        num_drawn: the responses of the step so far; None: only of this draw. num_earlier: the
         failures of the step's earlier draws.
 
         Raises InputError if there are too many of them.
@@ -345,7 +345,7 @@ class Roles:
     # -- before the update -------------------------------------------------------------------------
 
     def score(self, samples: Samples) -> Samples:
-        """Add the reward model's scores, if there is one, to those of the reward function."""
+        """Add the reward model's scores, if there is one, to the reward function's."""
         if self.reward_model is None:
             return samples
         return scoring.add_to_scores(self.config, self._with_model_scores(samples))

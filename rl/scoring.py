@@ -52,8 +52,7 @@ class RewardModel:
     def score(self, samples: Samples, group: dist.ProcessGroup | None) -> Samples:
         """Return the samples with the score of each response as the part "model".
 
-        The scores of the samples stay those of the reward function: see add_to_scores(). Called by
-        all ranks.
+        The samples keep the reward function's scores: see add_to_scores(). Called by all ranks.
 
         group: gloo group of all ranks.
         """
@@ -97,10 +96,7 @@ class RewardModel:
 
 
 def add_to_scores(config: DictConfig, samples: Samples) -> Samples:
-    """Return samples whose scores include the reward model's, with metrics of these scores.
-
-    Raises InputError if the reward function returns a part with the name of the reward model's.
-    """
+    """Return samples whose scores include the reward model's, with metrics of these scores."""
     scores_of_model = samples.parts[PART]
     parts = {name: part for name, part in samples.parts.items() if name != PART}
     if not parts and config.reward.function != NO_FUNCTION:
@@ -120,6 +116,6 @@ def check_part_names(config: DictConfig, names: Iterable[str]) -> None:
     """Raise InputError if the reward function returns a part named like the reward model's."""
     if PART in names:
         raise InputError(
-            f'reward.function={config.reward.function} returns a part named "{PART}", which is '
-            f"that of {KEY}: rename it"
+            f'reward.function={config.reward.function} returns a part named "{PART}", but this is '
+            f"the name of the part that {KEY} adds: rename it"
         )

@@ -223,7 +223,7 @@ def check_icepop_keeps_tokens(config: DictConfig) -> None:
 def check_kl_loss_teaches(config: DictConfig) -> None:
     """Raise InputError if the expected gradient of the divergence in the loss is 0.
 
-    This is so if its derivative is the same at every token, as that of k1: the expectation of
+    This is so if its derivative is the same at every token, as k1's is: the expectation of
     grad log p under p is 0.
     """
     algorithm = config.algorithm
@@ -242,8 +242,8 @@ def check_kl_loss_teaches(config: DictConfig) -> None:
         raise InputError(
             f"algorithm.kl_loss_type={algorithm.kl_loss_type} has no effect as a loss: its "
             "derivative is the same at every token, so its expected gradient is 0. Set "
-            "algorithm.kl_loss_type=k2 (its gradient is that of KL(policy || reference)) or k3 "
-            "(that of KL(reference || policy)), or algorithm.use_kl_in_reward=true with "
+            "algorithm.kl_loss_type=k2 (which has the gradient of KL(policy || reference)) or k3 "
+            "(the gradient of KL(reference || policy)), or algorithm.use_kl_in_reward=true with "
             f"algorithm.kl_penalty={algorithm.kl_loss_type}"
         )
 

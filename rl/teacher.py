@@ -141,8 +141,8 @@ def check_rows(config: DictConfig, dataset: PromptDataset) -> None:
         if name is None or str(name) not in names:
             problem = f"names the teacher {name!r}" if name is not None else "names no teacher"
             raise InputError(
-                f"data.train_files={config.data.train_files}: row {number + 1} of those that are "
-                f"used {problem} in the column {distill.teacher_key}: it must be one of "
+                f"data.train_files={config.data.train_files}: row {number + 1} of the selected "
+                f"rows {problem} in the column {distill.teacher_key}: it must be one of "
                 f"{', '.join(names)}, the keys of algorithm.distill.teachers"
             )
 
@@ -204,8 +204,9 @@ def compute(teachers: Teachers, share: Share) -> None:
 def teacher_metrics(config: DictConfig, metrics: dict[str, float]) -> dict[str, float]:
     """Return metrics with the mean divergence from each of several teachers.
 
-    metrics: with the losses' sums distill/divergence/NAME, and distill/share/NAME, the share of the
-    tokens that each teacher has taught. Without such tokens, there is no mean.
+    metrics: from the losses. distill/divergence/NAME is a sum over the tokens of this teacher,
+    weighted as in the mean over all tokens, and distill/share/NAME is the share of its tokens. A
+    teacher without tokens has no mean.
     """
     metrics = dict(metrics)
     for name in config.algorithm.distill.teachers:

@@ -77,7 +77,7 @@ def update(
 
     Returns metrics {name}/..., which are means over the optimizer steps, except for the number of
     skipped steps. If there is a single optimizer step, the loss may also report rollout_corr/...
-    rollout_corr/routing_mismatch is that of the first optimizer step.
+    The metric rollout_corr/routing_mismatch is measured in the first optimizer step.
     """
     results = [
         engine.train_batch(batch, loss_fn, step, plan.micro_batches)
@@ -105,8 +105,9 @@ def off_policy_metrics(means: dict[str, float]) -> dict[str, float]:
     """Return metrics rollout_corr/... from the means of off_policy()'s results over tokens.
 
     With the means of moments_by_age(), also partial/age_{a}/...: the share of the tokens that were
-    drawn by weights of this age, and their effective sample size. log_prob_gap, which compares vLLM
-    with the trainer, is then that of the tokens that the current weights have drawn, if any.
+    drawn by weights of this age, and their effective sample size. log_prob_gap is then a mean over
+    the tokens that the current weights have drawn, if any: on older ones, vLLM and the trainer
+    would not be compared with the same weights.
     """
     sample_size = effective_sample_size(means["ratio"], means["ratio_squared"])
     metrics = {}

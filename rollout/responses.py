@@ -102,9 +102,9 @@ class Responses:
 
 
 def candidates_of(token_ids: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-    """Return the candidates that tokens were drawn from, padded with -1, after the tokens.
+    """Return each token, followed by the candidates that it was drawn from, padded with -1.
 
-    Warns if there were others.
+    Warns if there were further candidates.
 
     token_ids, log_probs: [tokens, 1 + num_candidates], as Responses.append() gets them.
     """

@@ -46,7 +46,7 @@ class Episodes:
 
     @staticmethod
     def of_one_sequence(num_sequences: int) -> Episodes:
-        """Return episodes of which each has a single sequence."""
+        """Return episodes with one sequence each."""
         positions = torch.arange(num_sequences)
         return Episodes(positions, positions)
 
@@ -74,9 +74,9 @@ class Samples:
                 rollout_log_probs and, for episodes, turn_rewards: the rewards of single turns, each
                 at the last token of its turn. A score includes the turn rewards of its episode.
                 Either all draws and ranks have turn_rewards, or none. With reward.step_rewards,
-                the steps of a response are such turns, and step_ends is 1 at their last tokens
+                turn_rewards has the rewards of steps, and step_ends is 1 at their last tokens
     texts       the m responses as text
-    details     for people: more about each of the m sequences, in JSON; empty if there is nothing
+    details     more about each of the m sequences, as JSON for people to read; may be empty
     prompts     the m prompts
     owner       [n] int64: the rank that holds the tokens and the text of each response
     rank        this rank

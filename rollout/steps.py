@@ -18,7 +18,7 @@ class StepRewards(NamedTuple):
     """The rewards of the steps of some responses, over their T tokens.
 
     rewards  [T] fp32: at the last token of each step
-    ends     [T] fp32: 1 at the last token of each step, also if its reward is 0
+    ends     [T] fp32: 1 at the last token of each step, even if its reward is 0
     """
 
     rewards: Tensor

@@ -50,7 +50,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Ending:
-    """Keys that the gateway is forgetting, and the message to deliver when it has."""
+    """Keys that the gateway is forgetting, and the message to deliver once it has done so."""
 
     cast: Cast
     keys: list[str]
@@ -164,7 +164,7 @@ class Director:
         return attempts + messages
 
     def forget(self, cast: Cast, numbers: list[int], message: dict) -> None:
-        """Tell the gateway to forget episodes. The message is delivered when it has."""
+        """Tell the gateway to forget episodes. The message is delivered once it has done so."""
         keys = []
         for number in numbers:
             keys += cast.keys.pop(number, [])

@@ -56,7 +56,7 @@ class Branch:
         return not self.is_open and prompt_ids[:length] == self.token_ids
 
     def read(self, prompt_ids: list[int]) -> None:
-        """Append the tokens of a prompt that follow those of this branch."""
+        """Append the tokens with which a prompt continues this branch."""
         num_new = len(prompt_ids) - len(self.is_sampled)
         self.token_ids = list(prompt_ids)
         self.is_sampled += [False] * num_new
@@ -103,15 +103,15 @@ class Episode:
         self.is_truncated = False
         self.num_turns = 0
         self.open_turns: list[Turn] = []
-        self._num_asked: dict[tuple[int, ...], int] = {}
+        self._num_turns_of_prompt: dict[tuple[int, ...], int] = {}
         # Where the turn that ended last has its last token.
         self._last: tuple[Branch, int] | None = None
 
     def count(self, prompt_ids: list[int]) -> int:
         """Return how many turns with this prompt have begun before; count this one, too."""
         key = tuple(prompt_ids)
-        number = self._num_asked.get(key, 0)
-        self._num_asked[key] = number + 1
+        number = self._num_turns_of_prompt.get(key, 0)
+        self._num_turns_of_prompt[key] = number + 1
         return number
 
     def begin(self, prompt_ids: list[int], seed: int) -> Turn:
@@ -191,8 +191,8 @@ class Episode:
     def oldest_version(self) -> int | None:
         """The version of the weights that sampled the oldest token; None without any token."""
         versions = [branch.versions[0] for branch in self.branches if branch.versions]
-        inopen_turns = [turn.response.oldest_version for turn in self.open_turns]
-        versions += [version for version in inopen_turns if version is not None]
+        versions_in_open_turns = [turn.response.oldest_version for turn in self.open_turns]
+        versions += [version for version in versions_in_open_turns if version is not None]
         return min(versions, default=None)
 
 

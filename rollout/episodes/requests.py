@@ -128,8 +128,8 @@ class Sampling:
             own = getattr(self, name)
             if value is None or same_sampling(name, value, own):
                 continue
-            is_greedy = self.temperature == 0 and name != "temperature"
-            if is_greedy:
+            has_no_effect = self.temperature == 0 and name != "temperature"
+            if has_no_effect:
                 continue
             raise RequestError(
                 f"{name}={value!r} differs from {self.section}.{name}={own!r}: tokens are trained "
@@ -169,7 +169,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A request for tokens that continue other tokens. The fields are those of ChatRequest."""
+    """A request for tokens that continue other tokens. The fields are as in ChatRequest."""
 
     token_ids: list[int]
     max_tokens: int | None

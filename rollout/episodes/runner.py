@@ -172,8 +172,8 @@ class EpisodeRunner(WorkerPool):
     def find_culprit(self, calls: list[Call], worker: WorkerProcess) -> tuple[Call, str] | None:
         """Return the episode that certainly ended a worker, and the trace of its failure, or None.
 
-        This includes an episode whose code has blocked the event loop for most of the time that
-        the others had. Repeating it would take this time again.
+        This includes an episode whose code has blocked the event loop for more than half of the
+        time limit. Repeating it would take as long again.
         """
         if worker.ending.kind == "timed out" and len(calls) > 1:
             seconds = time.monotonic() - worker.last_note.since

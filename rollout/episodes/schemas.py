@@ -1,6 +1,6 @@
 """Make schemas of tools from their type hints and docstrings.
 
-They equal those of transformers.utils.get_json_schema, but need only the standard library.
+The schemas equal transformers.utils.get_json_schema's, but need only the standard library.
 """
 
 import inspect

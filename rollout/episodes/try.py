@@ -4,7 +4,7 @@
         [my.yaml] [key=value ...]
 
 vLLM generates with the weights in DIR. Rows are counted from 1. --model and --data may be left out
-if a YAML file has model.path and data.train_files. The other settings are those of train_ppo.py:
+if a YAML file has model.path and data.train_files. The other settings are as for train_ppo.py:
 trainer.seed=1 draws other replies, and rollout.temperature=0.01 the likeliest ones.
 
 It prints the conversation, the tokens of each branch, the rewards, and the output of your code.

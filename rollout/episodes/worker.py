@@ -73,7 +73,7 @@ class Player:
     """The user's function or class, which plays episodes.
 
     Attributes:
-        is_environment: whether it is a class, of which each episode uses an object.
+        is_environment: whether it is a class; then each episode uses an object of this class.
         notice: a line about how it is called, or "".
     """
 

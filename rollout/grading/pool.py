@@ -121,7 +121,7 @@ class WorkerPool:
                 thread.result()
 
     def check_parts(self, items: Sequence[Item], results: Sequence) -> list:
-        """Turn rewards whose parts differ from those of the first reward into failures.
+        """Turn rewards whose parts differ from the first reward's into failures.
 
         A missing part is not the same as a part of 0.
         """

@@ -25,7 +25,7 @@ def read_score(value, weights: dict[str, float]) -> dict:
 
 
 def score_parts(value, parts: Mapping, weights: dict[str, float]) -> dict:
-    """As read_score(), for a value of which only these parts count."""
+    """As read_score(), but count only these parts of the value."""
     for name in weights:
         if name not in parts:
             trace = f"the function returned {value!r:.200}, without the part {name!r}"
@@ -70,7 +70,7 @@ def with_steps(answer: dict, steps: list, response: str, name: str) -> dict:
     """Return an answer with the rewards of steps, whose sum becomes a part of the score.
 
     Args:
-        answer: from read_score(), for the score that the function returned beside the steps.
+        answer: from read_score(), for the score that the function returned with the steps.
         steps: pairs (end, reward): the step ends before character `end` of the response.
         name: the function, for the trace of a failure.
 

@@ -152,7 +152,7 @@ class RewardFunction:
 def as_list(value) -> list:
     """Return the values of a list, tuple, array, tensor or generator; [] for anything else.
 
-    A set has no order that could match that of the responses.
+    A set has no order that could match the order of the responses.
     """
     if isinstance(value, str | bytes | Mapping | Set):
         return []

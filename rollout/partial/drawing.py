@@ -38,7 +38,7 @@ class TrainedGroup:
 
 @dataclass
 class StepCounts:
-    """What happened in a step, on this rank's replica.
+    """The work of a step so far, on this rank's replica unless noted otherwise.
 
     Attributes:
         slots: the number of responses that were incomplete when a draw began, times the number of

@@ -21,7 +21,7 @@ def divide_evenly(total: int, num_parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Quotas:
-    """What a draw has to do.
+    """The groups that a draw has to begin, and how many it has to complete.
 
     Attributes:
         begun: number of a new group -> the replica that begins it.

@@ -173,7 +173,7 @@ class RandomStreams:
         self.num_skipped |= {name: num for name, num in zip(request_ids, num_drawn) if num}
 
     def forget(self) -> None:
-        """Forget the requests that were aborted before they have drawn a token."""
+        """Forget the requests that were aborted before they drew a token."""
         self.num_skipped.clear()
 
     def _before_sampling(self, sampler, args, kwargs) -> None:

@@ -295,7 +295,7 @@ class Rollout:
         params: list,
         image_prompts: Sequence[ImagePrompt] | None = None,
     ) -> list[str]:
-        """Give requests to vLLM, and return their ids. The arguments are those of fill()."""
+        """Give requests to vLLM, and return their ids. The arguments are as for fill()."""
         if image_prompts is None:
             if not prompts:
                 return []

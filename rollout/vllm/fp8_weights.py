@@ -2,8 +2,8 @@
 
 vLLM can do this itself: reload_weights rebuilds every layer from its weights, and quantizes it
 again. That takes a quarter of a second even for a small model. But each row of a matrix has its own
-scale, so it can be quantized alone. To find out once where rows belong, vLLM's loaders copy weights
-into stand-ins for the layers' matrices. These copies are recorded, but not made.
+scale, so it can be quantized alone. To find out where the rows belong, vLLM's loaders run once on
+stand-ins for the layers' matrices, and their copies are recorded instead of made.
 """
 
 from collections.abc import Iterable, Iterator
@@ -98,7 +98,7 @@ class Fp8Weights:
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes [n, in] in FP8 and scales [n, 1] fp32, with rows [n, in] = codes * scales.
 
-    The results are those of vLLM's own quantization.
+    The results equal vLLM's own quantization.
     """
     if rows.is_cuda:
         from vllm import _custom_ops

@@ -15,8 +15,9 @@ from rollout.vllm.engine import Rollout
 
 NUM_SEQUENCES = 4
 LENGTH = 9  # shorter than a block of the KV cache, so the prefix cache stores none of the sequences
-# By compute dtype, the largest root mean square difference in nats that rounding can explain. It is
-# larger in bfloat16 than for a model's responses, since distributions after random tokens are flat.
+# By compute dtype, the largest root mean square difference in nats that rounding can explain. In
+# bfloat16, random tokens need a larger bound than a model's responses, since the distributions
+# after them are flat.
 MAX_GAP = {"float32": 1e-3, "bfloat16": 0.25}
 # The more a model is trained, the further apart are the log-probabilities of random tokens, and
 # rounding errors grow with them: runs that learned well reached a third of the standard deviation.

@@ -66,7 +66,7 @@ def check_same_layers(config: DictConfig, recorded: tuple[int, int]) -> None:
     if recorded != trained:
         raise InputError(
             f"rollout.routing_replay=true: vLLM chooses {recorded[1]} experts in {recorded[0]} "
-            f"layers of model.path={config.model.path}, but the trainer {trained[1]} in "
+            f"layers of model.path={config.model.path}, but the trainer chooses {trained[1]} in "
             f"{trained[0]}: set rollout.routing_replay=false"
         )
 
@@ -89,7 +89,7 @@ def describe_memory(config: DictConfig, world_size: int) -> str:
     share_of_cache = bytes_per_token / kv_bytes_per_token(config, shape)
     return (
         f"routing replay: {bytes_per_token} bytes per token; at most {host_bytes / GIB:.2f} GiB of "
-        f"each rank's host memory, and {share_of_cache:.2%} of the KV cache's size beside it"
+        f"each rank's host memory, and next to the KV cache {share_of_cache:.2%} of its size"
     )
 
 

@@ -14,7 +14,7 @@ from common.end_tokens import read_end_ids
 from config import InputError
 from data.selection import validation_rows
 
-# This many tokens may be as likely as the last one of the top_k. vLLM samples from all of them.
+# Up to this many tokens may tie with the least likely of the top_k. vLLM samples from all of them.
 NUM_TIES = 8
 
 

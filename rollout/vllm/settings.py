@@ -87,6 +87,9 @@ def check_vllm_model(config: DictConfig) -> None:
 
 def describe_length(config: DictConfig) -> str:
     """Return the keys that determine the longest sequence, with their values."""
+    num_tokens = config.rollout.max_episode_tokens
+    if num_tokens:
+        return f"sequences of {num_tokens} tokens (rollout.max_episode_tokens={num_tokens})"
     groups = sampling_groups(config)
     longest = max(groups, key=lambda name: groups[name].max_tokens)
     prompt = config.data.max_prompt_length

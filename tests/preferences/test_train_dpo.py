@@ -334,7 +334,7 @@ MISTAKES = {
         "reference.path=/nowhere does nothing with algorithm.loss=simpo",
     ),
     "a cache for KTO": ([KTO, "reference.cache=true"], "reference.cache=true does not work with"),
-    "KTO without other rows": ([KTO, "data.train_batch_size=1"], "compares answers with those"),
+    "KTO without other rows": ([KTO, "data.train_batch_size=1"], "compares answers with answers"),
     "no such reference": (["reference.path=/nowhere"], "reference.path=/nowhere"),
     "a reference that lacks weights": (
         lambda assets: [f"reference.path={without_weights(assets)}"],

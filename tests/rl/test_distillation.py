@@ -512,7 +512,7 @@ def test_a_row_that_names_no_teacher_is_one_line(row, message):
     with pytest.raises(InputError) as error:
         check_rows(configure(SEVERAL), dataset)
     assert message in str(error.value)
-    assert "row 2 of those that are used" in str(error.value)
+    assert "row 2 of the selected rows" in str(error.value)
     assert "one of math, code" in str(error.value)
     check_rows(configure(SEVERAL), SimpleNamespace(rows=[{"teacher": "code"}]))
 

@@ -827,6 +827,7 @@ def test_a_loop_of_your_own_has_sixty_lines_of_code():
     [
         ("algorithm.ppo_epochs=2", "algorithm"),
         ("reward.model.path=anything", "reward.model"),
+        ("reward.overlong_buffer=4", "reward.overlong_buffer"),
         ("dry_run=true", "dry_run"),
     ],
 )

@@ -150,6 +150,13 @@ def test_format(prompt, response, row, score):
     assert rewards.format(prompt, response, row) == score
 
 
+@pytest.mark.parametrize("pattern", [r"x = (\d+", 5])
+def test_format_rejects_what_is_no_regular_expression(pattern):
+    """As a ValueError, it is reported at the start, in one line with the cause."""
+    with pytest.raises(ValueError, match="format .* is not a regular expression"):
+        rewards.format("q", "x = 5", {"format": pattern})
+
+
 @pytest.mark.parametrize("name", ["exact_match", "math"])
 def test_built_in_rewards_take_their_answer_from_the_row_or_from_a_place_in_it(name):
     function = REWARDS[name]

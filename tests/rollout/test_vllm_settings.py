@@ -159,6 +159,14 @@ def test_a_model_with_shorter_sequences(tmp_path):
     assert "max_position_embeddings" in message
 
 
+def test_a_model_with_shorter_sequences_than_an_episode(tmp_path):
+    make_model(tmp_path, "qwen3", max_position_embeddings=64)
+    settings = ["rollout.episode=my.py:play", "rollout.max_episode_tokens=65"]
+    with pytest.raises(InputError) as error:
+        check_vllm_model(make_config(tmp_path, *settings))
+    assert "sequences of 65 tokens (rollout.max_episode_tokens=65): " in str(error.value)
+
+
 def test_weight_names_that_vllm_does_not_know_are_replaced(rollout_folder):
     assert vllm_weight_names(rollout_folder / "qwen3", with_images=False) == {}
     names = vllm_weight_names(rollout_folder / "tied_unsaid", with_images=False)
