@@ -46,11 +46,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    from tests.support.lengthy import mark_lengthy
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from tests.support.lengthy import LENGTHY, mark_lengthy
     from tests.support.scheduling import is_long
-    from tests.support.thorough import mark_thorough
+    from tests.support.tables import unused_entries
+    from tests.support.thorough import THOROUGH, mark_thorough
 
+    if config.args == ["tests"]:
+        test_ids = [item.nodeid for item in items]
+        unused = [*unused_entries(test_ids, THOROUGH), *unused_entries(test_ids, LENGTHY)]
+        assert not unused, f"tests/support/thorough.py or lengthy.py name no test: {unused}"
     mark_thorough(items)
     mark_lengthy(items)
     items.sort(key=lambda item: not is_long(item.nodeid.partition("::")[0]))
