@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from config import InputError, defaults, run as run_script
 from examples.loop import UNREAD
 
+# A response may not continue in the next step, which another player begins.
+UNREAD_BY_PLAYERS = [*UNREAD, "rollout.partial"]
 PROMPT = "Name a number from 0 to 9."
 NUM_PROMPTS = 64
 ENTROPY_BONUS = 0.1
@@ -100,11 +102,16 @@ def main(config):
 
     from train_ppo import build_roles, end_step, finish, set_up, start_grader
 
-    for key in UNREAD:
+    for key in UNREAD_BY_PLAYERS:
         if OmegaConf.select(config, key) != defaults(key):
             raise InputError(f"examples/self_play.py does not read {key}: leave it out")
     if config.model_engine != "fsdp" or not config.model.lora.rank:
         raise InputError("examples/self_play.py needs model_engine=fsdp and model.lora.rank > 0")
+    if config.reward.max_failure_rate > 0:
+        raise InputError(
+            "examples/self_play.py pairs the moves of both players in their order, so none may be "
+            "missing: set reward.max_failure_rate=0"
+        )
     grader = start_grader(config)
     run = set_up(config, grader)
     if run.resume_from:

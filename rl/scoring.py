@@ -1,5 +1,6 @@
 """Score responses with the reward model, on the samples of a step. See rl/reward_model.py."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
@@ -53,9 +54,13 @@ class RewardModel:
         """Return the samples with the score of each response as the part "model".
 
         The samples keep the reward function's scores: see add_to_scores(). Called by all ranks.
+        If the function has graded no response at all, there is nothing to score.
 
         group: gloo group of all ranks.
         """
+        if len(samples) == 0:
+            metrics = samples.metrics | {"reward/model/mean": math.nan}
+            return replace(samples, parts=samples.parts | {PART: samples.scores}, metrics=metrics)
         rows = [prompt.row for prompt in samples.prompts]
         # A template may reject a conversation that only one rank has.
         with errors_about_model(KEY, self.config.reward.model.path):

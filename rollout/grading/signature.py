@@ -206,13 +206,37 @@ class Signature:
             if name not in arguments:
                 value_at(rows[0], name)  # raises the error that names the row's columns
 
-    def notice(self, arguments: dict) -> str:
-        """Return a one-line notice about how the function is called, or ""."""
+    def notice(self, arguments: dict, row: dict) -> str:
+        """Return a one-line notice about how the function is called, or "".
+
+        Args:
+            row: a row that the arguments come from.
+
+        Raises:
+            InputError: the row has a column named like a parameter that does not get it.
+        """
         at_default = [name for name in self.optional if name not in arguments]
+        self._check_columns(at_default, row)
         notices = [self.convention.notice]
         if at_default:
             notices.append(f"{', '.join(at_default)} keeps its default")
         return "; ".join(filter(None, notices))
+
+    def _check_columns(self, at_default: list[str], row: dict) -> None:
+        """Raise InputError if a row has a column for a parameter that keeps its default.
+
+        verl and TRL would not pass these columns either, so their functions may have such
+        parameters.
+        """
+        if self.convention.is_verl or self.convention.takes_columns:
+            return
+        for name in at_default:
+            if row.get(name) is not None:
+                raise InputError(
+                    f"its parameter {name} would keep its default, although the row has a column "
+                    f"of this name: set reward.kwargs.{name}={name} to pass the column, or rename "
+                    "the parameter"
+                )
 
 
 def is_required(parameter: inspect.Parameter) -> bool:

@@ -78,7 +78,7 @@ class RewardFunction:
         is_built_in = self.function in REWARDS.values()
         try:
             arguments = self.arguments(request)
-            notice = self.signature.notice(arguments)
+            notice = self.signature.notice(arguments, request["rows"][0])
             if is_built_in:
                 self.function(**arguments)
         except (KeyError, ValueError) as error:

@@ -76,10 +76,15 @@ def test_both_players_learn_to_beat_the_frozen_model(assets, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", ["model.lora.rank=0", "model_engine=megatron"])
-def test_a_setting_that_the_example_lacks_is_one_line(assets, tmp_path, setting):
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("model.lora.rank=0", "needs model_engine=fsdp and model.lora.rank > 0"),
+        ("model_engine=megatron", "needs model_engine=fsdp and model.lora.rank > 0"),
+        ("rollout.partial.enable=true", "does not read rollout.partial: leave it out"),
+        ("reward.max_failure_rate=0.1", "pairs the moves of both players in their order"),
+    ],
+)
+def test_a_setting_that_the_example_lacks_is_one_line(assets, tmp_path, setting, message):
     done = run([sys.executable, *arguments(assets, tmp_path, setting)], returncode=2)
-    assert (
-        "error: examples/self_play.py needs model_engine=fsdp and model.lora.rank > 0"
-        in done.stderr
-    )
+    assert f"error: examples/self_play.py {message}" in done.stderr

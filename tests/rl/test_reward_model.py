@@ -48,6 +48,9 @@ def parts(response):
 
 def clash(response):
     return {"model": 1.0}
+
+def fails_in_validation(response, row):
+    return {"train": 0.5}[row.get("split", "train")]
 """
 WEIGHT = 0.5
 
@@ -295,6 +298,27 @@ def test_validation_reports_the_reward_model_beside_the_function(assets, tmp_pat
         mean = sum(line["score"] for line in lines) / len(lines)
         assert metric["val/letters"] == pytest.approx(mean), "the function's score alone"
     check_scores(assets, tmp_path, "other", num_steps=2)
+
+
+@pytest.mark.slow
+def test_a_validation_without_any_graded_response_has_no_scores(assets, tmp_path):
+    rows = [json.loads(line) | {"split": "val"} for line in (assets / "val.jsonl").open()]
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [
+        f"reward.function={assets}/reward.py:fails_in_validation",
+        "reward.max_failure_rate=1",
+        f"data.val_files={tmp_path}/val.jsonl",
+        "trainer.test_freq=1",
+        "trainer.total_steps=1",
+    ]
+    out = tmp_path / "out"
+    run(command(1, assets, out, "other", *settings))
+    before, after = metrics(out)
+    for line in (before, after):
+        assert line["val/failures"] == 6
+        assert line["val/fails_in_validation"] is None
+        assert line["val/reward_model"] is None
+    assert after["reward/model/mean"] is not None
 
 
 @pytest.mark.slow

@@ -1047,6 +1047,19 @@ def test_functions_of_verl_and_trl_are_called_as_these_do(make, file):
             grader.check({"solution": 5})
 
 
+@pytest.mark.parametrize("parameters", ["response, answer=None", "responses, answer=None"])
+def test_a_column_that_a_parameter_would_not_get_is_an_error(make, tmp_path, parameters):
+    file = tmp_path / "optional.py"
+    file.write_text(f"def f({parameters}):\n    return 1.0\n")
+    with closing(make(f"{file}:f", 1, SLACK)) as grader:
+        with pytest.raises(InputError, match="answer would keep its default, although the row has"):
+            grader.check({"answer": 5})
+    with closing(make(f"{file}:f", 1, SLACK)) as grader:
+        assert grader.check({"answer": None}).endswith("answer keeps its default")
+    with closing(make(f"{file}:f", 1, SLACK, "reward.kwargs.answer=answer")) as grader:
+        assert "default" not in grader.check({"answer": 5})
+
+
 def test_the_state_of_a_module_lives_and_dies_with_its_worker(make, file):
     with closing(make(f"{file}:remember", 1, SLACK)) as grader:
         assert grade(grader, "a", "b") == [1.0, 2.0]
