@@ -99,7 +99,8 @@ class Grader(WorkerPool):
             InputError: the row lacks a value for one of the function's parameters.
         """
         request = {"check": True, "prompts": [""], "responses": [""], "rows": [row]}
-        return self.idle[-1].query(request, self.startup_timeout)["notice"]
+        stage = "while a row was checked"
+        return self.idle[-1].query(request, self.startup_timeout, stage)["notice"]
 
     def grade(
         self, items: Sequence[Item], groups: Sequence[int], max_failures: float = math.inf

@@ -120,7 +120,7 @@ class WorkerProcess:
         self.deadlines: dict[str, Deadline] = {}
         self.unread = b""
         self._start(program)
-        self.ready = self.query(program.settings, startup_timeout)
+        self.ready = self.query(program.settings, startup_timeout, "while it was imported")
 
     def _start(self, program: Program) -> None:
         # Nothing is written to this pipe. It closes when this process ends for whatever reason, and
@@ -141,8 +141,11 @@ class WorkerProcess:
         # A worker that does not read must not block this process for ever: see send().
         os.set_blocking(self.process.stdin.fileno(), False)
 
-    def query(self, request: dict, seconds: float) -> dict:
+    def query(self, request: dict, seconds: float, stage: str) -> dict:
         """Send a request and wait for its answer.
+
+        Args:
+            stage: when this happens, for the error message.
 
         Raises:
             InputError: the answer is an error, or the worker has ended. The worker is killed.
@@ -150,8 +153,7 @@ class WorkerProcess:
         self.send(request, seconds, [])
         received = self.receive()
         if received is None:
-            message = f"while it was imported, its process {self.ending.trace}"
-            answer = {"error": f"{self.name}: {message}"}
+            answer = {"error": f"{self.name}: {stage}, its process {self.ending.trace}"}
         else:
             _, answer = received
         if "error" in answer:

@@ -1322,6 +1322,14 @@ def test_an_import_may_be_slow_but_not_hang_or_die(make, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_worker_that_ends_while_a_row_is_checked_is_reported(make):
+    with closing(make("exact_match", 1, SLACK)) as grader:
+        grader.idle[-1].process.kill()
+        with pytest.raises(InputError, match="while a row was checked, its process ended with"):
+            grader.check({"answer": 5})
+
+
+@pytest.mark.slow
 def test_math_that_never_ends_is_one_failure(make):
     with closing(make("math", 1, 10)) as grader:  # a slow machine's first answer takes seconds
         row = {"answer": r"\frac{1}{2}"}
