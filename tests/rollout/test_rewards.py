@@ -1325,7 +1325,7 @@ def test_an_import_may_be_slow_but_not_hang_or_die(make, tmp_path):
 def test_a_worker_that_ends_while_a_row_is_checked_is_reported(make):
     with closing(make("exact_match", 1, SLACK)) as grader:
         grader.idle[-1].process.kill()
-        with pytest.raises(InputError, match="while a row was checked, its process ended by signal SIGKILL"):
+        with pytest.raises(InputError, match="while a row was checked, its process ended by"):
             grader.check({"answer": 5})
 
 
