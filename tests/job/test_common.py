@@ -141,6 +141,13 @@ def test_end_tokens_that_the_files_name_change_nothing(tmp_path):
     assert read_end_ids(tmp_path) == {0, 2}
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_damaged_file_of_end_tokens_is_one_line(tmp_path, name):
+    (tmp_path / name).write_text('{"eos_token_id": [1')
+    with pytest.raises(InputError, match=f"^{tmp_path}/{name} is damaged or incomplete: "):
+        read_end_ids(tmp_path)
+
+
 # -- functions of users ----------------------------------------------------------------------------
 
 FUNCTIONS = """
