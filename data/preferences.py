@@ -135,13 +135,13 @@ def read_labelled(row: dict, label_key: str, options) -> Preference:
             f'"{label_key}" is {str(row[label_key])[:40]!r}: must be true for an answer that is '
             "desirable, and false for one that is not"
         )
-    answer = read_answer_with(row, label_key, options)
+    answer = read_single_answer(row, label_key, options)
     if label:
         return answer
     return answer._replace(chosen=None, rejected=answer.chosen)
 
 
-def read_answer_with(row: dict, key: str, options) -> Preference:
+def read_single_answer(row: dict, key: str, options) -> Preference:
     """Return a row's only answer, as the chosen one. key: the column of its label or score."""
     rest = {column: value for column, value in row.items() if column != key}
     standard_row, shape = read_shape(rest, options, with_response=True)
