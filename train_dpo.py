@@ -84,7 +84,7 @@ def set_up(config, loss):
     from data.preference_dataset import OPTIONS, PreferenceDataset, tokenize_preferences
     from data.selection import training_rows, validation_rows
     from engines.parallel.device import on_rank0
-    from job.models import check_token_ids, warn_of_length
+    from job.models import check_token_ids, report_unused_mtp, warn_of_length
     from job.order import sampler_reads
     from job.run import Run
     from preferences.reference import check_models, identify_loss, model_stages, role_configs
@@ -93,7 +93,8 @@ def set_up(config, loss):
     run = Run.begin(config)
     config = run.config
     hf_config = check_models(config, loss, run.world_size)
-    run.load_tokenizer(hf_config)
+    report_unused_mtp(config, hf_config)
+    run.load_tokenizer()
 
     def load_rows(selection, with_rows=False):
         path = run.tokens_of(tokenize_preferences, selection, with_rows)

@@ -157,7 +157,7 @@ def set_up(config, grader):
     from data.selection import training_rows, validation_rows
     from engines.parallel.device import on_rank0
     from job.end_tokens import warn_of_end_token
-    from job.models import check_token_ids
+    from job.models import check_token_ids, report_unused_mtp
     from job.run import Run
     from rl import models
     from rl.teacher import check_rows
@@ -168,7 +168,8 @@ def set_up(config, grader):
     config = run.config
     hf_config = models.check_models(config, run.world_size)
     check_rollout(config, run.world_size)
-    run.load_tokenizer(hf_config)
+    report_unused_mtp(config, hf_config)
+    run.load_tokenizer()
     warn_of_end_token(config, run.chat_tokenizer())
     run.train = load_prompts(run, training_rows(config.data), config.data)
     run.val = load_prompts(run, validation_rows(config.data), validation_options(config.data))
@@ -176,10 +177,7 @@ def set_up(config, grader):
     check_token_ids(config, hf_config, run.tokenizer, run.datasets())
     on_rank0(check_rows, config, run.train)
     models.check_conversations(config, run.datasets())
-    notices = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}
-    for notice in notices:
-        if notice and run.rank == 0:
-            print(notice, flush=True)
+    check_first_rows(run, grader)
     run.count_steps()
     run.choose_order()
     if 0 < run.total_steps <= config.critic.warmup_steps:
@@ -207,6 +205,14 @@ def set_up(config, grader):
     run.find_checkpoint(progress)
     on_rank0(check_open_groups, config, run.resume_from, hf_config.get_text_config().vocab_size)
     return run
+
+
+def check_first_rows(run, grader) -> None:
+    """Let the grader check the first row of each data set, and print its notices on rank 0."""
+    notices = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}
+    for notice in notices:
+        if notice and run.rank == 0:
+            print(notice, flush=True)
 
 
 def train(run, roles) -> None:

@@ -78,7 +78,7 @@ def set_up(config, loss):
     from data.columns import check_column_keys
     from data.reward_dataset import OPTIONS, RewardDataset, tokenize_rewards
     from data.selection import training_rows, validation_rows
-    from job.models import check_token_ids, warn_of_length
+    from job.models import check_token_ids, report_unused_mtp, warn_of_length
     from job.order import sampler_reads
     from job.run import Run
     from reward_models.settings import ROLE, check_lengths, check_model, check_rows
@@ -86,7 +86,8 @@ def set_up(config, loss):
     run = Run.begin(config)
     config = run.config
     hf_config = check_model(config, run.world_size)
-    run.load_tokenizer(hf_config)
+    report_unused_mtp(config, hf_config)
+    run.load_tokenizer()
 
     def load_rows(selection, with_rows=False):
         path = run.tokens_of(tokenize_rewards, selection, with_rows)

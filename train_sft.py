@@ -74,7 +74,7 @@ def set_up(config):
     from data.dataset import OPTIONS
     from data.selection import training_rows, validation_rows
     from job.distillation import check_distillation, check_models, role_configs
-    from job.models import check_token_ids, warn_of_length
+    from job.models import check_token_ids, report_unused_mtp, warn_of_length
     from job.order import sampler_reads
     from job.run import Run
 
@@ -82,7 +82,8 @@ def set_up(config):
     run = Run.begin(config)
     config = run.config
     hf_config = check_models(config, run.world_size)
-    run.load_tokenizer(hf_config)
+    report_unused_mtp(config, hf_config)
+    run.load_tokenizer()
     with_rows = sampler_reads(config, "rows")
     run.train = load_data(run, training_rows(config.data), with_rows)
     run.val = load_data(run, validation_rows(config.data))

@@ -1,1 +1,4 @@
-"""Helpers that have nothing to do with training: disks, checksums, plugins, imports, end tokens."""
+"""Helpers that have nothing to do with training.
+
+They are about disks, checksums, JSON files, plugins, imports and end tokens.
+"""

@@ -54,6 +54,14 @@ def require(path: Path, num_bytes: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def replace(path: Path, content: str) -> None:
+    """Write a text file, or leave the old one unchanged. Raises InputError if the disk is full."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with writing(path, len(content.encode())):
+        temporary.write_text(content)
+        temporary.rename(path)
+
+
 def why_full(error: BaseException | None) -> str | None:
     """Return which limit caused an error, directly or indirectly; None if the disk is not full."""
     while error is not None:

@@ -4,16 +4,21 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from common.json_files import read_object
+
 GENERATION_CONFIG = "generation_config.json"
 
 
 def read_end_ids(directory: Path) -> set[int]:
-    """Return the values of eos_token_id in generation_config.json and in config.json."""
+    """Return the values of eos_token_id in generation_config.json and in config.json.
+
+    Raises InputError for a damaged file.
+    """
     ids = set()
     for name in (GENERATION_CONFIG, "config.json"):
         file = directory / name
         if file.is_file():
-            ids |= listed_ids(json.loads(file.read_text()))
+            ids |= listed_ids(read_object(file))
     return ids
 
 

@@ -2,8 +2,10 @@
 
 import difflib
 import importlib.util
+import os
 import sys
 import traceback
+import zlib
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -90,15 +92,23 @@ def location(error: BaseException, path: Path) -> str:
 def import_file(path: Path) -> ModuleType:
     """Import a user's file, once for all keys that name it.
 
-    The file may import its neighbours. Its module name has a prefix, so it cannot hide a built-in
-    module.
+    The file may import its neighbours.
     """
-    spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(module_name(path), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.append(str(path.parent))
     spec.loader.exec_module(module)
     return module
+
+
+def module_name(path: Path) -> str:
+    """Return the module name of a user's file, which is the same in every process.
+
+    It has a prefix, so it cannot hide another module, and depends on the whole path, so files of
+    the same name in different directories are different modules.
+    """
+    return f"user_file_{path.stem}_{zlib.crc32(os.fsencode(path)):08x}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

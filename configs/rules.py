@@ -186,7 +186,7 @@ def are_weights(value: list) -> bool:
 
 
 def are_betas(value: list) -> bool:
-    numbers = [x for x in value if isinstance(x, (int, float)) and 0 <= x < 1]
+    numbers = [x for x in value if has_type(x, float) and 0 <= x < 1]
     return len(value) == len(numbers) == 2
 
 

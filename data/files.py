@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from common.json_files import read_object
 from config import InputError
 from data.messages import parse_json
 
@@ -98,7 +99,9 @@ def expand(path: Path, reports: bool) -> list[Path]:
         return [path]
     splits_file = path / "dataset_dict.json"
     if splits_file.exists():
-        splits = json.loads(splits_file.read_text())["splits"]
+        splits = read_object(splits_file).get("splits")
+        if not splits or not isinstance(splits, list):
+            raise InputError(f"{splits_file} names no splits: save the data set again")
         if len(splits) == 1:
             return [path / splits[0]]
         raise InputError(

@@ -135,13 +135,13 @@ def read_labelled(row: dict, label_key: str, options) -> Preference:
             f'"{label_key}" is {str(row[label_key])[:40]!r}: must be true for an answer that is '
             "desirable, and false for one that is not"
         )
-    answer = read_answer_with(row, label_key, options)
+    answer = read_single_answer(row, label_key, options)
     if label:
         return answer
     return answer._replace(chosen=None, rejected=answer.chosen)
 
 
-def read_answer_with(row: dict, key: str, options) -> Preference:
+def read_single_answer(row: dict, key: str, options) -> Preference:
     """Return a row's only answer, as the chosen one. key: the column of its label or score."""
     rest = {column: value for column, value in row.items() if column != key}
     standard_row, shape = read_shape(rest, options, with_response=True)
@@ -172,10 +172,7 @@ def read_pair(row: dict, options, has_template: bool) -> Preference:
         check_both_complete(answers, prompt)
         prompt_value, answers = divide_chats(answers, prompt, has_template)
     elif prompt.value is None:
-        raise InputError(
-            f"the row has no prompt, and {' and '.join(answers)} begin with an answer: name the "
-            "column of the prompt in data.prompt_key"
-        )
+        raise no_prompt(answers)
     else:
         prompt_value = prompt.value
         check_needs_an_answer(prompt, answers)
@@ -184,6 +181,13 @@ def read_pair(row: dict, options, has_template: bool) -> Preference:
         base | training_row(prompt_value, answer, options) for answer in answers.values()
     ]
     return Preference(chosen, rejected, columns, "", with_training(options, "all"))
+
+
+def no_prompt(answers: dict[str, str | list[Message]]) -> InputError:
+    return InputError(
+        f"the row has no prompt, and {' and '.join(answers)} begin with an answer: name the column "
+        "of the prompt in data.prompt_key"
+    )
 
 
 def read_prompt(row: dict, options) -> Prompt:
@@ -302,6 +306,8 @@ def divide_chats(
                 f'differ, number {num_common}, is not of the assistant in "{key}"'
             )
     common = first[:num_common]
+    if not common and prompt.value is None:
+        raise no_prompt(answers)
     check_prompt(prompt, common)
     return common, {key: chat[num_common:] for key, chat in chats.items()}
 
@@ -312,9 +318,8 @@ def check_prompt(prompt: Prompt, common: list[Message]) -> None:
     texts = [message.get("content", message.get("value")) for message in common]
     is_same = value is None or value == common or value in texts
     if not common or not is_same:
-        name = prompt.columns[0] if prompt.columns else "chosen"
         raise InputError(
-            f'"{name}" is not the prompt that the chats of both answers begin with: '
+            f'"{prompt.columns[0]}" is not the prompt that the chats of both answers begin with: '
             "leave out the column, or the prompt in the answers"
         )
 

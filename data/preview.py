@@ -29,6 +29,7 @@ from data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from data.columns import report_lines, uses_of_file
 from data.dataset import TokenDataset
 from data.files import find_files, read_rows
+from data.images.processor import load_processor
 from data.lengths import LengthLimit
 from data.preference_dataset import split_answers
 from data.prompts import PromptDataset
@@ -45,6 +46,7 @@ KINDS = {
     "preferences": ("dpo.yaml", preference_dataset.SPEC),
     "rewards": ("rm.yaml", reward_dataset.SPEC),
 }
+KINDS_WITH_IMAGES = ("training", "prompts")
 # Control characters, except tabs and line ends: they could change the terminal's state, or the
 # direction of a text.
 CONTROL_CHARACTER = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -57,10 +59,13 @@ def preview_file(path: Path, spec: CacheSpec, config, num_rows: int) -> Iterator
         spec: how a row is tokenized, from KINDS.
 
     Raises:
-        InputError: the file or the tokenizer cannot be read.
+        InputError: the file, the tokenizer or the processor of images cannot be read.
     """
     tokenizer = load_tokenizer(config)
-    chat = ChatTokenizer.load(tokenizer, model_directory(config.model.path))
+    processor = load_processor(config, tokenizer)
+    chat = ChatTokenizer.load(tokenizer, model_directory(config.model.path), processor)
+    if processor:
+        spec = spec.with_images([path], processor)
     options = plain_options(config.data)
     limit = LengthLimit(spec.limit_key, getattr(options, spec.limit_key), options.truncation)
     with tempfile.TemporaryDirectory() as work:
@@ -100,6 +105,8 @@ def row_lines(name: str, row: dict, chat: ChatTokenizer, limit: LengthLimit) -> 
         yield f"{name}: not used: the chosen and the rejected answer are the same"
     elif not ids and not row["length"]:
         yield f"{name}: not used: the line is blank"
+    elif row.get("cut"):
+        yield f"{name}: not used: truncation to data.{limit.key}={limit.tokens} would cut an image"
     elif not ids and limit.is_exceeded(row["length"]):
         yield f"{name}: not used: {row['length']} tokens, more than data.{limit.key}={limit.tokens}"
     elif not ids:
@@ -112,9 +119,10 @@ def row_lines(name: str, row: dict, chat: ChatTokenizer, limit: LengthLimit) -> 
         yield from token_lines(name, ids, row.get("loss_mask"), chat)
 
 
-def preview_dataset(data: TokenDataset | PromptDataset, tokenizer, num_rows: int) -> Iterator[str]:
+def preview_dataset(
+    data: TokenDataset | PromptDataset, chat: ChatTokenizer, num_rows: int
+) -> Iterator[str]:
     """Yield the lines of a preview of the first rows of a tokenized data set."""
-    chat = ChatTokenizer(tokenizer)
     for i in range(min(num_rows, len(data))):
         if isinstance(data, TokenDataset):
             sequences = data.sequences(i)
@@ -145,10 +153,22 @@ def highlight(ids: Sequence[int], mask: Sequence[int] | None, chat: ChatTokenize
         mask = [0] * len(ids)
     shown = []
     for is_trained, run in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]):
-        text = shorten(chat.decode([token for token, _ in run]))
+        text = shorten(decode([token for token, _ in run], chat))
         text = CONTROL_CHARACTER.sub(lambda match: ascii(match[0])[1:-1], text)
         shown.append(f"{before}{text}{after}" if is_trained else text)
     return "".join(shown)
+
+
+def decode(ids: Sequence[int], chat: ChatTokenizer) -> str:
+    """Return the text of these tokens, in which tokens of images are only counted."""
+    if chat.processor is None:
+        return chat.decode(ids)
+    types = chat.processor.token_types([ids])[0].tolist()
+    texts = []
+    for is_image, run in itertools.groupby(zip(ids, types), key=lambda pair: pair[1] > 0):
+        tokens = [token for token, _ in run]
+        texts.append(f"<{len(tokens)} image tokens>" if is_image else chat.decode(tokens))
+    return "".join(texts)
 
 
 def has_colours() -> bool:
@@ -199,6 +219,10 @@ def main(arguments: list[str]) -> None:
     datasets.disable_progress_bars()  # they would interrupt the output
     defaults, spec = KINDS[args.kind]
     config = load(defaults, [*args.settings, f"data.train_files={args.file}"])
+    if config.model.images and args.kind not in KINDS_WITH_IMAGES:
+        raise InputError(
+            f"model.images=true does not work with {scripts[args.kind]}: set model.images=false"
+        )
     for path in find_files(config.data.train_files):
         for line in preview_file(path, spec, config, args.rows):
             print(line)

@@ -27,8 +27,8 @@ from data.preferences import (
     LABEL_OF_LLAMA_FACTORY,
     Preference,
     first_filled,
-    read_answer_with,
     read_preference,
+    read_single_answer,
 )
 from data.selection import Selection
 from data.tokenization import CacheSpec, tokenize_to_cache
@@ -81,7 +81,7 @@ def read_rewarded(row: dict, options, has_template: bool) -> tuple[Preference, f
             "data.score_key=null, which reads no score"
         )
     if score_key:
-        return read_answer_with(row, score_key, options), read_number(row, score_key)
+        return read_single_answer(row, score_key, options), read_number(row, score_key)
     if not is_pair:
         columns = ", ".join(column for column, value in row.items() if value is not None)
         raise InputError(

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from common import plugins
-from config import InputError
+from config import InputError, defaults
 from configs.rules import at_least, rule
 from engines.adamw import AdamW, KeepsDtypes, Storage, first_position, local
 from engines.rounding import LOW_16, noise_key, random_bits, to_bfloat16
@@ -36,8 +36,6 @@ MUON_RULES = {
     "momentum": rule("must be at least 0 and less than 1", lambda v: 0 <= v < 1),
     "ns_steps": at_least(1),
 }
-DEFAULTS = {"betas": [0.9, 0.95], "eps": 1e-8}
-STORAGE_DEFAULTS = {"rounding": "stochastic", "state_dtype": "auto"}
 
 
 def adamw(
@@ -293,8 +291,8 @@ def check_optimizer(config: DictConfig) -> None:
         )
     if optim.name == "muon":
         check_muon(optim.kwargs)
-    for key, default in DEFAULTS.items():
-        if key not in inputs and optim[key] != default:
+    for key in ("betas", "eps"):
+        if key not in inputs and optim[key] != defaults("optim")[key]:
             raise InputError(
                 f"optim.{key}={optim[key]} has no effect with optim.name={optim.name}: leave it out"
             )
@@ -308,9 +306,9 @@ def check_storage(config: DictConfig, inputs: Iterable[str]) -> None:
         inputs: names of the inputs that the optimizer's function reads.
     """
     optim = config.optim
-    for key, default in STORAGE_DEFAULTS.items():
+    for key in ("rounding", "state_dtype"):
         setting = f"optim.{key}={optim[key]}"
-        if optim[key] == default:
+        if optim[key] == defaults("optim")[key]:
             continue
         if config.model_engine == "megatron":
             raise InputError(
@@ -327,7 +325,7 @@ def check_storage(config: DictConfig, inputs: Iterable[str]) -> None:
         )
     weights = config.model.lora.dtype if config.model.lora.rank else config.engine.param_dtype
     is_all_fp32 = weights == "float32" and optim.state_dtype in ("auto", "float32")
-    if optim.rounding != "stochastic" and is_all_fp32:
+    if optim.rounding != defaults("optim").rounding and is_all_fp32:
         raise InputError(
             f"optim.rounding={optim.rounding} has no effect: weights and moments are float32. "
             "Leave it out"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from omegaconf import DictConfig
 
 from common import plugins
-from config import InputError
+from config import InputError, defaults
 
 INPUTS = ("step", "total_steps", "decay_steps")
 
@@ -47,7 +47,9 @@ def check_schedule(optim: DictConfig) -> None:
     """Raise InputError for a schedule that cannot be called, and for keys that it does not read."""
     schedule = find_schedule(optim)
     kind = optim.lr_scheduler_type
-    if "decay_steps" not in plugins.parameters(schedule) and optim.lr_decay_steps_ratio != 0.1:
+    reads_decay_steps = "decay_steps" in plugins.parameters(schedule)
+    has_default = optim.lr_decay_steps_ratio == defaults("optim").lr_decay_steps_ratio
+    if not reads_decay_steps and not has_default:
         raise InputError(
             f"optim.lr_decay_steps_ratio={optim.lr_decay_steps_ratio} has no effect without "
             "optim.lr_scheduler_type=wsd: leave it out"

@@ -63,10 +63,11 @@ def check_vocabulary(
     teacher_vocabulary = vocabulary(path)
     if teacher_vocabulary is None or student_vocabulary is None:
         if num_tokens != num_teacher_tokens:
+            lacking = name if teacher_vocabulary is None else f"model.path={config.model.path}"
             raise InputError(
-                f"{name} has no tokenizer and {num_teacher_tokens} tokens, but "
-                f"model.path={config.model.path} has {num_tokens}: choose models with the same "
-                "vocabulary"
+                f"{name} has {num_teacher_tokens} tokens and model.path={config.model.path} has "
+                f"{num_tokens}, and {lacking} has no tokenizer that explains the difference: "
+                "choose models with the same vocabulary"
             )
         return
     for token_id in sorted(student_vocabulary.keys() & teacher_vocabulary.keys()):
@@ -98,12 +99,12 @@ def check_top_k(config: DictConfig, num_tokens: int) -> None:
 
 
 def vocabulary(path: str) -> dict[int, str] | None:
-    """Return token id -> token of the tokenizer in a directory; None if there is none."""
+    """Return token id -> token of the tokenizer in a directory; None if there is none to read."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError):
+    except Exception:  # tokenizers raises this class itself for a file it cannot read
         return None
     return {token_id: token for token, token_id in tokenizer.get_vocab().items()}
 

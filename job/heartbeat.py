@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,6 +24,10 @@ from common.counting import shortened
 
 RECORD_BYTES = 256
 POLL_SECONDS = 5.0
+# How often to read records of which a network file system shows only a part, within POLL_SECONDS.
+NUM_READS = 10
+# The errors of reading half a record.
+INCOMPLETE = (OSError, ValueError, TypeError)
 
 
 @dataclass
@@ -115,7 +120,10 @@ class Heartbeat:
         os.pwrite(self.file, line.encode(), self.offset)
 
     def records(self) -> list[Record]:
-        """Return the records of all ranks that have started, by rank."""
+        """Return the records of all ranks that have started, by rank.
+
+        Raises OSError, ValueError or TypeError while a network file system shows half a record.
+        """
         records = []
         files = list(self.directory.iterdir())
         for file in files:
@@ -124,6 +132,14 @@ class Heartbeat:
             for line in filter(str.strip, text.splitlines()):
                 records.append(replace(Record(**json.loads(line)), host=host))
         return sorted(records, key=lambda record: record.rank)
+
+    def _complete_records(self) -> list[Record]:
+        """Read the records until they are complete; return [] if they stay incomplete."""
+        for _ in range(NUM_READS):
+            with suppress(*INCOMPLETE):
+                return self.records()
+            time.sleep(POLL_SECONDS / NUM_READS)
+        return []
 
     def _watch(self) -> None:
         # Count polls rather than seconds: clocks differ between nodes, and the whole job may have
@@ -136,16 +152,16 @@ class Heartbeat:
             try:
                 self._refresh()
                 records = self.records()
-            except (OSError, ValueError, TypeError):
-                continue  # a network file system showed half a record: read it again soon
+            except INCOMPLETE:
+                continue  # read it again soon
             self._count_polls(records, previous)
             previous = records
             self._end_if_late(records)
             if self.seconds_in_collective() > self.limit:
                 cause = self.explain_timeout()
-                records = self.records()
-                waiting = [record for record in records if record.has_timed_out]
-                subject = "they" if len(waiting) == len(records) else "the others"
+                records = self._complete_records()
+                waiting = [record for record in records if record.has_timed_out] or [self.record]
+                subject = "they" if len(waiting) >= len(records) else "the others"
                 self._end(f"{cause}; {subject}", waiting)
 
     def _count_polls(self, records: list[Record], previous: list[Record]) -> None:
@@ -205,8 +221,8 @@ class Heartbeat:
             self.excepthook(kind, error, traceback)
             return
         gone_ranks = {record.rank for record in gone}
-        alive_ranks = {record.rank for record in self.records()} - gone_ranks
-        if self.rank == min(alive_ranks):
+        alive_ranks = {record.rank for record in self._complete_records()} - gone_ranks
+        if self.rank == min(alive_ranks, default=self.rank):
             print_error(
                 f"{self._describe(gone)}: {error}; look for its own error. If there is none, "
                 "check whether its node is lost, or the kernel has killed it for lack of memory "
@@ -217,9 +233,9 @@ class Heartbeat:
         """Return the records of lost ranks, which are no longer updated."""
         # If the rendezvous is lost as well, torchrun sends SIGTERM at once.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        before = self.records()
+        before = self._complete_records()
         time.sleep(2 * self.interval)
-        return [record for record in self.records() if record in before]
+        return [record for record in self._complete_records() if record in before]
 
     def explain_timeout(self) -> str:
         """Describe the ranks missing from this stage, after a collective of this rank timed out."""
@@ -227,7 +243,12 @@ class Heartbeat:
             self.record.has_timed_out = True
             self._write()
         time.sleep(POLL_SECONDS)  # the other ranks time out at about the same time
-        records = self.records()
+        records = self._complete_records()
+        if not records:
+            return (
+                f"a collective of stage {self.record.stage!r} has timed out, and the missing ranks "
+                f"are unknown, because the files in {self.directory} cannot be read"
+            )
         missing = [record for record in records if not record.has_timed_out]
         if missing:
             return self._describe(missing)

@@ -90,21 +90,19 @@ def load_processor(config, tokenizer):
         return None
     from omegaconf import OmegaConf
 
-    from data.images.processor import Processor
+    from data.images import processor as images
 
-    processor = Processor(config.model.path, tokenizer, dropped_keys)
+    processor = images.load_processor(config, tokenizer)
     keys = [MODEL_KEYS[role] for role in ("critic", "reference")]
     paths = {key: OmegaConf.select(config, key) for key in keys} | teacher_paths(config)
     for key, path in paths.items():
         if not path or path == config.model.path:
             continue
-        if not processor.reads_as(Processor(path, dropped=dropped_keys)):
+        if not processor.is_equivalent(images.Processor(path, dropped=dropped_keys)):
             raise InputError(
                 f"{key}={path} processes images differently from "
                 f"model.path={config.model.path}: give both the same processor"
             )
-    # Older models store the chat template with the processor.
-    tokenizer.chat_template = tokenizer.chat_template or processor.hf_processor.chat_template
     return processor
 
 

@@ -8,7 +8,9 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 
@@ -25,12 +27,13 @@ class Lock:
 
     The process holds the lock with flock, and touches the file for as long as it lives. On file
     systems without flock, or without flock across hosts, a file that is no longer touched is stale.
+    If the file is deleted, the process takes the lock again.
     """
 
     def __init__(self, directory: Path):
         """Take the lock; raises InputError if another run is writing to the directory."""
         self.path = directory / ".lock"
-        self.file = open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
+        self.file = open_file(self.path)
         holder = self._find_holder()
         if holder is not None:
             raise InputError(
@@ -93,13 +96,32 @@ class Lock:
 
     def _touch(self) -> None:
         while not self.ended.wait(TOUCH_SECONDS):
-            os.utime(self.path)
+            # A network file system may not answer for a while, and a disk may be full: try again.
+            with suppress(OSError):
+                if self.path.exists():
+                    os.utime(self.path)
+                else:
+                    self._take_again()
+
+    def _take_again(self) -> None:
+        """Take the lock after its file has been deleted, unless another run has done so."""
+        deleted = self.file
+        self.file = open_file(self.path)
+        if self._find_holder() is None:
+            self._write_record()
+        else:
+            self.file = deleted
 
     def release(self) -> None:
         atexit.unregister(self.release)
         self.ended.set()
         self.file.truncate(0)
         self.file.close()
+
+
+def open_file(path: Path) -> TextIO:
+    """Open a file for reading and writing. Create it if it does not exist."""
+    return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+")
 
 
 def claim(directory: Path) -> Lock | None:

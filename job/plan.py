@@ -30,7 +30,7 @@ def print_plan(run: Run, roles: dict[str | None, DictConfig]) -> None:
         if dataset:
             print(f"{name}: {describe_rows(dataset.stats)}")
     print("the first rows, with the trained tokens highlighted:")
-    for line in preview_dataset(run.train, run.tokenizer, NUM_ROWS):
+    for line in preview_dataset(run.train, run.chat_tokenizer(), NUM_ROWS):
         print(line)
     origin = f", continuing from {run.resume_from}" if run.resume_from else ""
     print(f"steps: {run.total_steps}{origin}")

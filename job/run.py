@@ -102,6 +102,7 @@ class Run:
         agreement = Agreement(trainer.save_freq, trainer.save_minutes)
         check_ranks_agree(config)
         setup.check_directories(config)
+        tracking.check_loggers(config)
         heartbeat = setup.start_heartbeat(config)
         setup.bind_cpus(config, device)
         hardware = Hardware.of(config, device)
@@ -117,9 +118,8 @@ class Run:
             agreement=agreement,
         )
 
-    def load_tokenizer(self, hf_config) -> None:
-        tracking.check_loggers(self.config)
-        models.report_unused_mtp(self.config, hf_config)
+    def load_tokenizer(self) -> None:
+        """Load the tokenizer of model.path and, for a vision-language model, its processor."""
         self.tokenizer = load_tokenizer(self.config)
         self.processor = models.load_processor(self.config, self.tokenizer)
 

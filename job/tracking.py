@@ -450,10 +450,7 @@ def add_to_line(path: Path, step: int, metrics: dict) -> None:
         if values["step"] == step:
             line = json.dumps(values | metrics)
         lines.append(line + "\n")
-    temporary = path.with_suffix(".tmp")
-    with disk.writing(path):
-        temporary.write_text("".join(lines))
-    os.replace(temporary, path)
+    disk.replace(path, "".join(lines))
 
 
 def supersede(path: Path, step: float) -> None:
@@ -496,5 +493,5 @@ def run_id(out: Path) -> str:
     """Return the wandb run id of an output directory. It stays the same after every restart."""
     path = out / "wandb_id"
     if not path.exists():
-        path.write_text(os.urandom(8).hex())
+        disk.replace(path, os.urandom(8).hex())
     return path.read_text()

@@ -70,7 +70,10 @@ def tokens_with_images(
     if not sources:
         return tokens, RowImages()
     if processor is None:
-        raise InputError("the row has images: set model.images=true, or remove them")
+        raise InputError(
+            "the row has images: set model.images=true, which train_sft.py and train_ppo.py "
+            "accept, or remove them"
+        )
     if tokens is not conversation.tokens:
         raise InputError(
             "the row has images and a text with special tokens, which cannot be escaped in a row "

@@ -177,7 +177,7 @@ def load_tokenizer(config):
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # tokenizers raises this class itself for a file it cannot read
         raise InputError(f"no tokenizer in model.path={config.model.path}: {error}") from None
     # Without the tokenizer's files, transformers makes one that turns every text into nothing.
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
@@ -189,7 +189,9 @@ def load_tokenizer(config):
     template = config.data.chat_template
     if template is not None:
         try:
-            tokenizer.chat_template = Path(template).read_text()
+            tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
         except OSError as error:
             raise InputError(f"data.chat_template={template}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise InputError(f"data.chat_template={template} is not UTF-8: {error}") from None
     return tokenizer

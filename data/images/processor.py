@@ -143,7 +143,7 @@ class Processor:
         """Return the types of tokens, int64 [n, T]: 0 for text, other numbers for images."""
         return torch.tensor(self.hf_processor.create_mm_token_type_ids(ids))
 
-    def reads_as(self, other: Processor) -> bool:
+    def is_equivalent(self, other: Processor) -> bool:
         """Return whether both processors turn images into the same tokens and pixels."""
         images = [self.resized(grey_image(side)) for side in (SMALL_SIDE, LARGE_SIDE)]
         settings = self.hf_processor.image_processor.to_dict()
@@ -282,6 +282,19 @@ def position_before(position: int, replacements: Sequence[dict]) -> int:
     return position - num_added
 
 
+def load_processor(config, tokenizer) -> Processor | None:
+    """Return the processor of model.path, or None if model.images is false.
+
+    If the tokenizer has no chat template, it gets the template of the processor.
+    """
+    if not config.model.images:
+        return None
+    processor = Processor(config.model.path, tokenizer, config.data.drop_processor_keys)
+    # Older models store the chat template with the processor.
+    tokenizer.chat_template = tokenizer.chat_template or processor.hf_processor.chat_template
+    return processor
+
+
 def load_hf_processor(path: Path, tokenizer=None):
     """Load transformers' processor of a model.
 
@@ -295,7 +308,10 @@ def load_hf_processor(path: Path, tokenizer=None):
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    hf_config = AutoConfig.from_pretrained(path)
+    try:
+        hf_config = AutoConfig.from_pretrained(path)
+    except LOAD_ERRORS as error:
+        raise cannot_load(path, error) from None
     processor_class = PROCESSOR_MAPPING.get(type(hf_config), None)
     if processor_class is None:
         raise InputError(
@@ -308,10 +324,7 @@ def load_hf_processor(path: Path, tokenizer=None):
         except ImportError:
             processor = without_videos(processor_class).from_pretrained(path)
     except LOAD_ERRORS as error:
-        reason = " ".join(str(error).split())[:300]
-        raise InputError(
-            f"model.images=true: cannot load a processor from model.path={path}: {reason}"
-        ) from None
+        raise cannot_load(path, error) from None
     if tokenizer is not None:
         processor.tokenizer = tokenizer
     if getattr(processor, "image_token", None) is None:
@@ -320,6 +333,13 @@ def load_hf_processor(path: Path, tokenizer=None):
             "which is not supported"
         )
     return processor
+
+
+def cannot_load(path: Path, error: Exception) -> InputError:
+    reason = " ".join(str(error).split())[:300]
+    return InputError(
+        f"model.images=true: cannot load a processor from model.path={path}: {reason}"
+    )
 
 
 def without_videos(processor_class: type) -> type:

@@ -240,9 +240,7 @@ class Checkpointer:
                 delete(old)
 
     def _point_latest_to(self, target: Path) -> None:
-        latest = self.directory / "latest.tmp"
-        latest.write_text(target.name + "\n")
-        latest.rename(self.directory / "latest")
+        disk.replace(self.directory / "latest", target.name + "\n")
         storage.sync_directory(self.directory)
 
 

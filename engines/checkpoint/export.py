@@ -307,7 +307,7 @@ def stored_weights(stored: StoredModel) -> Iterator[tuple[str, Tensor]]:
     if (stored.checkpoint / "weights" / "metadata.json").exists():
         from engines.megatron.checkpoint_files import hf_weights
 
-        weights = hf_weights(stored.checkpoint, head)
+        weights = hf_weights(stored.checkpoint, head, has_adapters=stored.adapter is not None)
     else:
         weights = stored_fsdp_weights(stored.checkpoint, head)
     return as_classifier(weights) if stored.is_classifier else weights

@@ -132,16 +132,14 @@ def with_prefixes(states: dict[str, dict]) -> dict:
     return prefixed
 
 
-def hf_weights(checkpoint: Path, head: Head) -> Iterator[tuple[str, Tensor]]:
+def hf_weights(checkpoint: Path, head: Head, has_adapters: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, stored tensor) from a checkpoint, without a process group.
 
-    For a checkpoint with adapters, yield the adapter matrices under their names in PEFT's files.
+    For a checkpoint with adapters, yield the adapter matrices under their names in PEFT's files,
+    and the value head, if there is one, under its name in Megatron.
     """
     tensors = read_tensors(checkpoint, "engine.", is_not_a_weight)
-    first = next(tensors)
-    tensors = chain([first], tensors)
-    first_name = first[0]
-    if ".lora_" in first_name:
+    if has_adapters:
         yield from tensors
         return
     mapping = Mapping(AutoConfig.from_pretrained(checkpoint / "hf"), head)

@@ -1,6 +1,5 @@
 """The safetensors files of a model directory."""
 
-import json
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.checksum import checksum
+from common.json_files import read_object
 from config import InputError
 
 
@@ -20,12 +20,15 @@ def weight_files(path: Path) -> list[Path]:
     Other files in the directory are ignored, since they may be variants of the same weights.
 
     Raises:
-        InputError: if a file is missing, or its name points outside the directory. Symbolic links
-            may point elsewhere, as in the hub's cache.
+        InputError: if a file is missing, the index is damaged, or a name in it points outside the
+            directory. Symbolic links may point elsewhere, as in the hub's cache.
     """
     index = path / "model.safetensors.index.json"
     if index.exists():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise InputError(f"{index} has no weight_map: copy the file of the model again")
+        names = set(weight_map.values())
     else:
         names = {"model.safetensors"}
     for name in names:

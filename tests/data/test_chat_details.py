@@ -234,8 +234,15 @@ def test_the_tokenizer_has_the_template_of_the_run(tmp_path):
     missing = tmp_path / "missing.jinja"
     with pytest.raises(InputError, match=f"data.chat_template={missing}: No such file"):
         load_with(model, f"data.chat_template={missing}")
+    other_encoding = tmp_path / "latin1.jinja"
+    other_encoding.write_bytes("{{ 'Gr\u00fc\u00dfe' }}".encode("latin-1"))
+    with pytest.raises(InputError, match=f"data.chat_template={other_encoding} is not UTF-8: "):
+        load_with(model, f"data.chat_template={other_encoding}")
     with pytest.raises(InputError, match="no tokenizer in model.path="):
         load_with(f"model.path={tmp_path}")
+    (tmp_path / "model" / "tokenizer.json").write_text('{"added_tokens": [], "model": "new"}')
+    with pytest.raises(InputError, match="no tokenizer in model.path=.*: .* untagged enum"):
+        load_with(model)
 
 
 # -- what a template leaves out --------------------------------------------------------------------

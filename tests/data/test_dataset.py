@@ -126,6 +126,23 @@ def test_every_format_gives_the_same_arrays(make, tokenizer_dir, tmp_path):
     assert texts(both_files, tokenizer_dir) == [*ANSWERS, ANSWERS[1]]
 
 
+@pytest.mark.parametrize(
+    "content, problem",
+    [
+        (b'{"splits": ["tra', "is damaged or incomplete: Unterminated string"),
+        (b"\xff", "is damaged or incomplete: 'utf-8' codec"),
+        (b"[]", "must hold a JSON object, not list"),
+        (b'{"splits": []}', "names no splits: save the data set again"),
+        (b'{"splits": "train"}', "names no splits: save the data set again"),
+    ],
+)
+def test_a_damaged_list_of_splits_is_one_line(make, tmp_path, content, problem):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "dataset_dict.json").write_bytes(content)
+    with pytest.raises(InputError, match=rf"^{tmp_path}/saved/dataset_dict.json {problem}"):
+        make(tmp_path / "saved")
+
+
 def test_names_of_files(make, tokenizer_dir, tmp_path):
     """Byte-order marks, .gz, patterns, directories, and data sets saved with one or more splits."""
     (tmp_path / "many").mkdir()

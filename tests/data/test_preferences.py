@@ -376,6 +376,18 @@ def test_the_prompt_of_a_row_is_not_changed():
     assert json.dumps(row) == before
 
 
+def test_texts_of_hh_without_a_question_have_no_prompt():
+    """The columns have names of their own."""
+    row = {"good": "\n\nAssistant: 5", "bad": "\n\nAssistant: 6"}
+    options = data_options(chosen_key="good", rejected_key="bad")
+    with pytest.raises(InputError) as error:
+        read_preference(row, options, has_template=True)
+    assert str(error.value) == (
+        "the row has no prompt, and good and bad begin with an answer: name the column of the "
+        "prompt in data.prompt_key"
+    )
+
+
 def test_the_use_of_columns_is_reported(tmp_path, tokenizer):
     dataset = load(tmp_path, [FORMS["LLaMA-Factory, Alpaca"]], tokenizer)
     (line, *_) = report_lines([tmp_path / "rows.jsonl"], dataset.uses, is_training=True)

@@ -5,12 +5,16 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
+from config import InputError
 from data import preview
+from data.chat.tokenizer import ChatTokenizer
 from data.dataset import TokenDataset
 from data.preview import preview_dataset
 from data.prompts import PromptDataset, tokenize_prompts
 from tests.data.test_dataset import chat, make, options, tokenizer_dir, write  # noqa: F401
+from tests.support.models import make_image_model
 
 
 @pytest.fixture
@@ -141,12 +145,46 @@ def test_a_dry_run_shows_the_first_rows_of_its_data_set(make, tokenizer_dir, tmp
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
     file = write(tmp_path / "rows.jsonl", [chat("q", "first"), chat("q", "second")])
-    trained = list(preview_dataset(TokenDataset.load(make(file)), tokenizer, 1))
+    chat_tokenizer = ChatTokenizer(tokenizer)
+    trained = list(preview_dataset(TokenDataset.load(make(file)), chat_tokenizer, 1))
     assert trained[0] == "row 1: 27 tokens, 6 of them trained"
     assert "  | [[first<|im_end|>]]" in trained
     settings = SimpleNamespace(**vars(options()), max_prompt_length=100, teacher_prompt_key=None)
     prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "2+3"}])
     cache = tokenize_prompts(str(prompts), tokenizer, settings, tmp_path / "c", tokenizer_dir)
-    shown = list(preview_dataset(PromptDataset.load(cache), tokenizer, 3))
+    shown = list(preview_dataset(PromptDataset.load(cache), chat_tokenizer, 3))
     assert shown[0] == "row 1: 22 tokens"
     assert json.dumps(shown).count("[[") == 0
+
+
+@pytest.mark.parametrize("kind", [(), ("--prompts",)])
+def test_images_are_counted_in_tokens(show, tmp_path, kind):
+    """The model may have the template in its processor, as older ones do."""
+    model = make_image_model(tmp_path / "model", "qwen2_5_vl")
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    (model / "processor_config.json").write_text(json.dumps({"chat_template": template}))
+    Image.new("RGB", (90, 60)).save(tmp_path / "0.png")
+    row = chat("What is <image>?", "black") | {"images": ["0.png"]}
+    settings = [f"model.path={model}", "model.images=true", *kind]
+    lines = show([row], *settings)
+    assert "  | What is <6 image tokens>?<|im_end|>" in lines
+    assert "images" in lines[-1]
+    setting = "data.max_prompt_length" if kind else "data.max_length"
+    lines = show([row], *settings, f"{setting}=20", "data.truncation=right")
+    assert lines[0] == f"DIR/rows.jsonl:1: not used: truncation to {setting}=20 would cut an image"
+
+
+def test_images_that_cannot_be_shown_are_one_line(show, tmp_path):
+    row = chat("<image>", "a cat") | {"images": ["0.png"]}
+    model = make_image_model(tmp_path / "model", "qwen2_5_vl")
+    (line,) = show([row], f"model.path={model}")
+    assert line == (
+        "error: DIR/rows.jsonl:1: the row has images: set model.images=true, which train_sft.py "
+        "and train_ppo.py accept, or remove them"
+    )
+    with pytest.raises(InputError, match="cannot load a processor from model.path="):
+        show([row], "model.images=true")
+    for kind, script in (("--preferences", "train_dpo.py"), ("--rewards", "train_rm.py")):
+        with pytest.raises(InputError, match=f"model.images=true does not work with {script}"):
+            show([row], "model.images=true", kind)

@@ -12,13 +12,14 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from config import InputError
 from engines.checkpoint.checkpointer import Checkpointer
-from engines.checkpoint.export import export_checkpoint, export_hf
+from engines.checkpoint.export import StoredModel, export_checkpoint, export_hf, stored_weights
 from engines.checkpoint.storage import Writer
 from engines.heads import Head
 from engines.megatron import checkpoint_files
@@ -55,6 +56,7 @@ from tests.support.cases import CaseKey, id_of, needs
 from tests.support.estimates import checkpoint_bytes
 from tests.support.guarded import unguarded
 from tests.support.launch import export
+from tests.support.models import make_model
 from tests.support.plain import column, tensor_bytes, worst
 from tests.support.training import digest, flip_bit, gather, make_batch, make_tokenizer
 from tests.support.traps import TRAPS, set_trap
@@ -284,6 +286,28 @@ def test_adapters_of_a_checkpoint(megatron_results, megatron_folder, tmp_path, n
     for hf_name, matrix in adapter.items():
         assert torch.equal(matrix, expected[hf_name]), hf_name
         assert matrix.any(), hf_name
+
+
+@pytest.mark.parametrize("comes_first", ["the value head", "an adapter"])
+def test_adapters_are_exported_wherever_the_value_head_is(tmp_path, comes_first):
+    """The order of the tensors in a checkpoint depends on the ranks that wrote them."""
+    make_model(tmp_path / "checkpoint" / "hf", "qwen3")
+    head = {"engine.output_layer.weight": torch.rand(1, 8)}
+    layer = "model.layers.0.self_attn.q_proj"
+    adapter = {f"engine.{layer}.lora_{matrix}.weight": torch.rand(2, 8) for matrix in "AB"}
+    state = head | adapter if comes_first == "the value head" else adapter | head
+    weights = tmp_path / "checkpoint" / "weights"
+    dcp.save(state, checkpoint_id=weights, no_dist=True)
+    (weights / "metadata.json").write_text("{}")  # marks the format of Megatron
+    progress = {"export_dtype": "float32", "is_classifier": True, "lora": {"rank": 2}}
+    stored = StoredModel.of(tmp_path / "checkpoint", progress)
+    exported = dict(stored_weights(stored))
+    assert exported.keys() == {
+        "score.weight",
+        f"{layer}.lora_A.weight",
+        f"{layer}.lora_B.weight",
+    }
+    assert torch.equal(exported["score.weight"], head["engine.output_layer.weight"])
 
 
 @pytest.mark.parametrize("name", resume_params(ADAPTED))

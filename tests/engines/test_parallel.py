@@ -5,6 +5,7 @@ Each rank is a fork of this process.
 
 import math
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from config import InputError, load
 from engines.adapter_guard import AdapterGuard
+from engines.checkpoint.checkpointer import Checkpointer
 from engines.fsdp.attention import Packing, ulysses_attention
 from engines.heads import LogProbHead
 from engines.model import guard
@@ -21,7 +23,9 @@ from engines.parallel.varlen import Scoring, Zigzag, attend_in_segment
 from engines.planning import Planner
 from job.consistency import check_ranks_agree
 from job.signals import Agreement
+from tests.engines import test_checkpoint
 from tests.engines.test_guard import StubEngine
+from tests.support.models import make_model
 from tests.support.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -423,3 +427,26 @@ def test_adapters_need_a_gradient_if_any_ranks_loss_has_one(tmp_path, grad_norm,
     found = on_ranks(2, tmp_path, watch_adapters_on_rank, 1.0, grad_norm, names)
     assert [text.startswith(message) for text in found] == [True, True]
     assert on_ranks(2, tmp_path, watch_adapters_on_rank, 0.0, grad_norm, names) == [None, None]
+
+
+def save_on_full_disk(model: Path, directory: Path) -> str:
+    """Return the error of a rank, when the disk fills up after the checkpoint is complete."""
+    engine = test_checkpoint.StubEngine(model)
+    checkpointer = Checkpointer(directory, max_checkpoints=3, asynchronous=False)
+    try:
+        test_checkpoint.save(checkpointer, 1, engine)
+    except InputError as error:
+        return str(error)
+    raise AssertionError("the checkpoint was saved")
+
+
+def test_a_disk_that_fills_up_at_latest_ends_all_ranks_with_one_line(tmp_path):
+    """Rank 0 alone writes `latest`, and the other ranks wait for its result."""
+    model = make_model(tmp_path / "model", "qwen2_tied")
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    (directory / "latest.tmp").symlink_to("/dev/full")
+    errors = on_ranks(2, tmp_path, save_on_full_disk, model, directory)
+    message = f"the disk is full: {directory}/latest needs 14 bytes"
+    assert [error.startswith(message) for error in errors] == [True, True]
+    assert (directory / "step_00000001" / "trainer.json").is_file()

@@ -14,7 +14,7 @@ from engines.fsdp.state import ModelState
 from engines.heads import Head
 from engines.model.experts import expert_weights, experts_per_token
 from engines.model.hf import build_on_meta, read_hf_config
-from engines.model.model_files import fingerprint, ignored_weights, shapes_in_files
+from engines.model.model_files import fingerprint, ignored_weights, shapes_in_files, weight_files
 from engines.model.names import described_names, model_names, split_stacks, stacked, stored_tensors
 from engines.model.shape import stage_sizes
 from engines.model.weights import Placement, check_files, copy_rows, load_weights
@@ -178,6 +178,17 @@ def test_a_damaged_file_is_rejected(changed):
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(InputError, match="model.safetensors is damaged or incomplete"):
         shapes_in_files(changed)
+
+
+@pytest.mark.parametrize(
+    "content, problem",
+    [('{"weight_map": {"a"', "is damaged or incomplete"), ("{}", "has no weight_map")],
+)
+def test_a_damaged_index_is_rejected(changed, content, problem):
+    index = changed / "model.safetensors.index.json"
+    index.write_text(content)
+    with pytest.raises(InputError, match=f"{index} {problem}"):
+        weight_files(changed)
 
 
 def test_the_fingerprint_depends_on_weights_and_configuration(changed):

@@ -2,7 +2,10 @@
 
 import errno
 import json
+import pickle
 import socket
+import subprocess
+import sys
 import zlib
 
 import pytest
@@ -11,6 +14,7 @@ from common import disk, plugins
 from common.checksum import CHUNK_BYTES, checksum
 from common.end_tokens import add_end_ids, read_end_ids
 from config import InputError
+from tests.support.launch import ROOT
 
 # -- disks -----------------------------------------------------------------------------------------
 
@@ -141,6 +145,13 @@ def test_end_tokens_that_the_files_name_change_nothing(tmp_path):
     assert read_end_ids(tmp_path) == {0, 2}
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_damaged_file_of_end_tokens_is_one_line(tmp_path, name):
+    (tmp_path / name).write_text('{"eos_token_id": [1')
+    with pytest.raises(InputError, match=f"^{tmp_path}/{name} is damaged or incomplete: "):
+        read_end_ids(tmp_path)
+
+
 # -- functions of users ----------------------------------------------------------------------------
 
 FUNCTIONS = """
@@ -200,3 +211,26 @@ def test_a_file_is_imported_once_and_finds_its_neighbours(tmp_path):
     assert value.__globals__ is other.__globals__
     built_in = plugins.find("k", "sum", {"sum": sum})
     assert built_in is sum
+
+
+def test_files_of_one_name_in_different_directories_are_different_modules(tmp_path):
+    """Pickle finds a class by the name of its module, also in another process."""
+    for folder in ("rewards", "losses"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(FUNCTIONS)
+    states = []
+    for folder in ("rewards", "losses"):
+        make = plugins.find("k", f"{tmp_path}/{folder}/mine.py:State", {})
+        states.append(make(calls=len(states)))
+    pickled = pickle.dumps(states)
+    assert pickle.loads(pickled) == states
+    program = (
+        "import pickle, sys; from pathlib import Path; from common.imports import import_file; "
+        "files = [import_file(Path(path)) for path in sys.argv[1:]]; "
+        "states = pickle.loads(sys.stdin.buffer.read()); "
+        "print([type(s) is f.State for s, f in zip(states, files)], [s.calls for s in states])"
+    )
+    paths = [str(tmp_path / folder / "mine.py") for folder in ("rewards", "losses")]
+    command = [sys.executable, "-c", program, *paths]
+    printed = subprocess.run(command, cwd=ROOT, input=pickled, capture_output=True, check=True)
+    assert printed.stdout.decode().strip() == "[True, True] [0, 1]"

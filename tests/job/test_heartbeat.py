@@ -222,6 +222,46 @@ def test_an_error_of_a_timeout_on_all_nodes_names_them(make_ranks, tmp_path, cap
     assert "node1" in line.partition("network between ")[2].partition(")")[0]
 
 
+HALF_RECORD = '{"rank": 1, "ent'
+
+
+def test_a_record_that_is_shown_by_halves_is_read_again(
+    make_ranks, tmp_path, capfd, monkeypatch, own_signals
+):
+    """After a timeout, and after a lost connection. Each sleep completes the record, or cuts it."""
+    (first,) = make_ranks(0)
+    first.ended.set()
+    file = tmp_path / "node1"
+    whole_record = json.dumps(asdict(Record(1, 1, "start"))) + "\n"
+
+    def sleep(seconds: float) -> None:
+        is_whole = file.read_text() == whole_record
+        file.write_text(HALF_RECORD if is_whole else whole_record)
+        first._refresh()
+
+    monkeypatch.setattr(heartbeat_module.time, "sleep", sleep)
+    for message in ("Timed out waiting 1000ms", "Connection closed by peer"):
+        for text in (whole_record, HALF_RECORD):
+            file.write_text(text)
+            first._explain(RuntimeError, RuntimeError(message), None)
+            line = capfd.readouterr().err
+            assert line.startswith("error: 1 rank is missing: rank 1 on node1 was last seen")
+
+
+def test_records_that_stay_incomplete_do_not_hide_the_error(
+    make_ranks, tmp_path, capfd, own_signals
+):
+    (first,) = make_ranks(0)
+    first.ended.set()
+    (tmp_path / "node1").write_text(HALF_RECORD)
+    first._explain(RuntimeError, RuntimeError("Timed out waiting 1000ms"), None)
+    line = capfd.readouterr().err
+    assert line.startswith("error: a collective of stage 'start' has timed out, and the missing")
+    assert f"the files in {tmp_path} cannot be read; they {WAITED}" in line
+    sys.excepthook(RuntimeError, RuntimeError("Connection closed by peer"), None)
+    assert capfd.readouterr().err.endswith("RuntimeError: Connection closed by peer\n")
+
+
 def test_records_are_those_of_all_nodes_by_rank(make_ranks, tmp_path):
     make_ranks(0, 0)
     others = [Record(3, entered=2, stage="data", step=1), Record(2, stage="start")]

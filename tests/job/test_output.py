@@ -99,6 +99,40 @@ def test_without_flock_a_lock_of_this_host_holds_as_long_as_it_is_touched(tmp_pa
     output.Lock(tmp_path).release()
 
 
+def test_a_lock_whose_file_is_deleted_is_taken_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "TOUCH_SECONDS", 0.05)
+    file = tmp_path / ".lock"
+    lock = output.Lock(tmp_path)
+    for _ in range(2):
+        file.unlink()
+        wait_until(lambda: file.exists() and file.read_text())
+        with pytest.raises(InputError, match=f"is in use by process {os.getpid()} on "):
+            output.Lock(tmp_path)
+    os.utime(file, (0, 0))
+    wait_until(lambda: file.stat().st_mtime > 0)
+    lock.release()
+    assert file.read_text() == ""
+
+
+def test_a_lock_that_another_run_has_taken_meanwhile_is_left_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "TOUCH_SECONDS", 600)
+    lock = output.Lock(tmp_path)
+    (tmp_path / ".lock").unlink()
+    other = output.Lock(tmp_path)
+    lock._take_again()
+    lock.release()
+    assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    other.release()
+    assert (tmp_path / ".lock").read_text() == ""
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_directory_that_nodes_do_not_share_is_an_error(tmp_path, is_shared):

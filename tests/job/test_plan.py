@@ -7,6 +7,7 @@ import pytest
 
 from common import disk
 from config import InputError, load
+from data.chat.tokenizer import ChatTokenizer
 from engines.build import engine_class
 from engines.heads import Head
 from examples.arithmetic import make_tokenizer
@@ -27,7 +28,7 @@ def test_each_role_is_estimated_for_its_own_model(tmp_path, capsys):
         world_size=1,
         hardware=Hardware(1, "cpu", 0),
         train=[],
-        tokenizer=make_tokenizer(),
+        chat_tokenizer=lambda: ChatTokenizer(make_tokenizer()),
         val=None,
         total_steps=8,
         resume_from="runs/step_5",

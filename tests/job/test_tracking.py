@@ -184,6 +184,13 @@ def test_a_wandb_run_continues_under_its_id(tmp_path):
     assert tracking.run_id(tmp_path) == first
 
 
+def test_a_wandb_id_on_a_full_disk_is_one_line_and_leaves_no_empty_id(tmp_path):
+    (tmp_path / "wandb_id.tmp").symlink_to("/dev/full")
+    with pytest.raises(InputError, match=rf"the disk is full: {tmp_path}/wandb_id needs 16 bytes"):
+        tracking.run_id(tmp_path)
+    assert not (tmp_path / "wandb_id").exists()
+
+
 def test_a_run_that_begins_anew_has_each_step_once(tmp_path):
     """As after a kill before the first checkpoint."""
     for loss in (2.0, 1.0):

@@ -160,6 +160,7 @@ def test_the_configuration_is_read_only():
         ("optim.lr=fast", "optim.lr='fast' must be a number"),
         ("optim.lr=-1", "optim.lr=-1 must be at least 0"),
         ("optim.betas=[0.9]", "two numbers in [0, 1)"),
+        ("optim.betas=[false,false]", "two numbers in [0, 1)"),
         ("optim.betas={}", "optim.betas is a value, not a group of keys"),
         ("optim.betas.0=0.5", "unknown key optim.betas.0"),
         (

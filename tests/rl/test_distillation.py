@@ -1,6 +1,7 @@
 """On-policy distillation: a whole step against plain autograd in float64, and users' mistakes."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -574,7 +575,8 @@ def test_a_teacher_may_have_a_larger_embedding_and_further_tokens(tokenizers):
     [
         ("other", [], 200, "has another vocabulary"),
         ("policy", [], 10, "lacks the token"),
-        ("nothing", [], 264, "has no tokenizer and 264 tokens"),
+        ("nothing", [], 264, "nothing has 264 tokens and model.path="),
+        ("nothing", [], 264, "and algorithm.distill.teacher="),
         ("policy", ["algorithm.distill.top_k=201"], 264, "is more than the 200 tokens"),
     ],
 )
@@ -585,6 +587,16 @@ def test_another_vocabulary_is_one_line(tokenizers, teacher, more, num_teacher_t
         )
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_student_without_a_tokenizer_is_the_one_that_is_named(tokenizers):
+    shutil.copytree(tokenizers / "policy", tokenizers / "damaged")
+    (tokenizers / "damaged" / "tokenizer.json").write_text('{"added_tokens": [], "model": "new"}')
+    for policy in ("nothing", "damaged"):
+        with pytest.raises(InputError) as error:
+            check_tokenizers(tokenizers, policy, "policy", num_teacher_tokens=264)
+        lacking = f"and model.path={tokenizers / policy} has no tokenizer that explains"
+        assert lacking in str(error.value)
 
 
 @pytest.mark.slow

@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from config import InputError, load
+from config import InputError, defaults, load
+from configs.files import CONFIGS
 from engines import optimizer, schedule
 from engines.adamw import Storage
 from engines.checkpoint.checkpointer import Checkpointer
@@ -245,6 +247,49 @@ def test_optimizers_and_schedules_that_cannot_work(folder, tmp_path, pairs, mess
     with pytest.raises(InputError) as error:
         FSDPEngine.check(make_config(folder, *settings), 1)
     assert message.replace("{file}", f"{tmp_path}/my.py") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "key, old, new, value",
+    [
+        ("betas", "[0.9, 0.95]", "[0.9, 0.98]", [0.9, 0.98]),
+        ("eps", "1e-8 ", "1e-7 ", 1e-7),
+        ("state_dtype", "auto ", "float32 ", "float32"),
+        ("lr_decay_steps_ratio", "0.1 ", "0.2 ", 0.2),
+    ],
+)
+def test_a_default_may_change_in_the_yaml_file_alone(
+    folder, tmp_path, monkeypatch, key, old, new, value
+):
+    """This optimizer and this schedule read none of the keys: only the default is accepted."""
+    (tmp_path / "my.py").write_text("def sgd(params, lr, **_): pass\n")
+    own = f"optim.name={tmp_path}/my.py:sgd"
+    loaded = make_config(folder, own, "optim.lr_scheduler_type=linear")
+    config = OmegaConf.create(OmegaConf.to_container(loaded))
+
+    def check() -> None:
+        optimizer.check_optimizer(config)
+        schedule.check_schedule(config.optim)
+
+    check()
+    text = (CONFIGS / "ppo.yaml").read_text()
+    line = f"  {key}: {old}"
+    assert text.count(line) == 1
+    (tmp_path / "ppo.yaml").write_text(text.replace(line, f"  {key}: {new}"))
+    monkeypatch.setattr("config.CONFIGS", tmp_path)
+    with pytest.raises(InputError, match=f"optim.{key}=.* has no effect"):
+        check()
+    config.optim[key] = value
+    check()
+
+
+def test_all_scripts_have_the_defaults_that_are_left_out():
+    """The checks read them from ppo.yaml."""
+    keys = ("betas", "eps", "rounding", "state_dtype", "lr_decay_steps_ratio")
+    for script in ("sft", "dpo", "rm", "ppo"):
+        optim = OmegaConf.load(CONFIGS / f"{script}.yaml").optim
+        for key in keys:
+            assert optim[key] == defaults("optim")[key], f"{script}.yaml: {key}"
 
 
 HALF = 0.1 + 0.9 * 0.5
