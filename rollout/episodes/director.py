@@ -82,7 +82,7 @@ class Director:
         rows: list[dict],
         sampling: DictConfig,
         max_failures: float,
-        section: str = "rollout",
+        section: str,
     ) -> Cast:
         """Start playing one episode for each row, in another thread.
 

@@ -156,7 +156,7 @@ def play(
     rollout.wake("kv_cache")
     sampler = EpisodeSampler.start(config, rollout, runner, tokenizer, host_group=None)
     director = sampler.director
-    cast = director.start([row], config.rollout, math.inf)
+    cast = director.start([row], config.rollout, math.inf, "rollout")
     loop = EpisodeLoop(rollout, config.rollout, sampler.inbox(cast), sampler.answer)
     playing = loop.add(0, (config.trainer.seed, seed))
     loop.run()

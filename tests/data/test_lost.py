@@ -135,6 +135,21 @@ def test_reasoning_is_read_from_the_key_that_the_template_prints(printed, key):
     assert tokenizer.decode([i for i, m in zip(ids, mask) if m]) == learned[0]
 
 
+def test_reasoning_is_under_the_key_that_the_template_prints_with_the_arguments_of_the_row():
+    content = "('<a>' + m.reasoning_content if enable_thinking and m.reasoning_content else '') + "
+    content += "('<b>' + m.thinking if not enable_thinking and m.thinking else '') + m.content"
+    tokenizer = make_tokenizer(CHATML.replace("m.content", f"({content})"))
+    chat = ChatTokenizer(tokenizer)
+    learned = []
+    for is_thinking in (True, False, True):
+        messages = [*say("q"), answer(reasoning="let me see")]
+        row = {"messages": messages, "enable_thinking": is_thinking}
+        ids, mask = encode(row, chat, options())
+        learned.append(tokenizer.decode([i for i, m in zip(ids, mask) if m]))
+    first = "<a>let me seethe cat<|im_end|>"
+    assert learned == [first, "<b>let me seethe cat<|im_end|>", first]
+
+
 def test_thinking_that_is_cut_out_of_the_last_answer_is_lost():
     thought = "<think>\nlet me see\n</think>\n\nthe cat"
     with pytest.raises(InputError, match=r"leaves out content of message 1 .*'<think>\\nlet me"):

@@ -204,6 +204,18 @@ def test_a_run_that_begins_anew_has_each_step_once(tmp_path):
     assert [(event.step, event.value) for event in events] == [(0, 1.0), (1, 1.0)]
 
 
+def test_a_resumed_run_keeps_the_steps_before_it_in_tensorboard(tmp_path):
+    """It was killed after step 3, and continues from step 2."""
+    config = configure(tmp_path, "trainer.logger=[tensorboard]")
+    for step, losses in ((0, {1: 1.0, 2: 2.0, 3: 3.0}), (2, {3: 30.0, 4: 40.0})):
+        tracker = tracking.Tracker(config, 0, step, 4)
+        for number, loss in losses.items():
+            tracker.log(number, {"val/loss": loss})
+        tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("val/loss")
+    assert [(e.step, e.value) for e in events] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_table_of_samples_fits_the_terminal(width):
     header, *lines = tracking.table(ROWS, width).splitlines()

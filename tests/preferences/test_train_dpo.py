@@ -282,6 +282,23 @@ def test_kill_and_resume_repeats_every_step_to_the_last_bit(assets, tmp_path):
 # -- before training -------------------------------------------------------------------------------
 
 
+SAMPLER = """
+def longest_first(rows, batch_size, **_):
+    by_length = sorted(range(len(rows)), key=lambda row: -len(rows[row]["chosen"][0]["content"]))
+    return by_length[:batch_size]
+"""
+
+
+def test_a_sampler_reads_the_rows(assets, tmp_path):
+    (tmp_path / "mine.py").write_text(SAMPLER)
+    sampler = f"data.sampler={tmp_path}/mine.py:longest_first"
+    printed = run(command(1, assets, tmp_path, "dry_run=true", sampler)).stdout
+    rows = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()]
+    lengths = [len(row["chosen"][0]["content"]) for row in rows]
+    longest = sorted(range(NUM_ROWS), key=lambda row: -lengths[row])[:BATCH_SIZE]
+    assert f"the first batch, counted from 0: {', '.join(map(str, longest))}\n" in printed
+
+
 def test_a_dry_run_shows_pairs_and_counts_the_reference(assets, tmp_path):
     settings = ["dry_run=true", "data.val_size=4"]
     printed = run(command(2, assets, tmp_path, *settings)).stdout

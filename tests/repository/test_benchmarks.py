@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import grpo_vs_trl, sft_vs_trl
+from benchmarks.long_tails_simulation import Replica, Setting, Work
 from config import load
 from tests.support.launch import ROOT, run
 
@@ -244,6 +245,17 @@ def test_the_time_that_ranks_use_is_simulated():
     auto, *fixed = [float(percentage) for percentage in percentages]
     assert len(fixed) == 2, "one rank, or two, cannot hold the longest sequence"
     assert auto > fixed[0]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_simulated_groups_continue_until_they_would_be_too_old(max_staleness):
+    work = Work(groups=4, n=2, tokens=100, longest=10_000)
+    replica = Replica(0, work, 1.5, Setting(oversample=2.0, max_staleness=max_staleness))
+    ages = []
+    for _ in range(20):
+        replica.step()
+        ages += replica.age.tolist()
+    assert {*ages} == {*range(1, max_staleness + 1)}
 
 
 @pytest.mark.slow

@@ -59,6 +59,19 @@ def arguments(assets, out, *more):
 
 
 @pytest.mark.slow
+def test_each_player_is_exported_with_its_own_adapter(assets, tmp_path):
+    """After one step: what one of them has won, the other one has lost."""
+    settings = ["trainer.total_steps=1", "model_engine=fsdp"]
+    run([sys.executable, *arguments(assets, tmp_path, *settings)])
+    first, second = [
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("hf", "hf_other")
+    ]
+    of_b = [name for name in first if ".lora_B." in name]
+    assert of_b
+    assert any(not torch.equal(first[name], second[name]) for name in of_b)
+
+
+@pytest.mark.slow
 def test_both_players_learn_to_beat_the_frozen_model(assets, tmp_path):
     """A mean of 128 games has a standard deviation of at most 0.09."""
     launch(2, *arguments(assets, tmp_path, "trainer.total_steps=12"))

@@ -29,7 +29,7 @@ from rl.reward_model import (
     check_reward_model,
     reward_model_config,
 )
-from rl.scoring import RewardModel
+from rl.scoring import RewardModel, add_to_scores
 from rl.settings import check_settings
 from tests.support.launch import metrics, run
 from tests.support.models import make_model
@@ -562,6 +562,16 @@ def test_a_conversation_that_one_rank_cannot_render_is_one_line(assets, tmp_path
     done = run(command(2, assets, tmp_path / "out", "other", *settings), returncode=1)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert f"reward.model.path={judge}: the chat template rejects" in line
+
+
+def test_groups_that_only_the_reward_model_tells_apart_are_informative():
+    samples = make_samples([1] * 4, [1.0] * 4, [0, 0, 1, 1])
+    samples = replace(samples, parts={"model": torch.tensor([0.5, 0.5, 0.25, 1.0])})
+    config = configure("reward.model.path=judge", f"reward.model.weight={WEIGHT}")
+    scored = add_to_scores(config, samples)
+    assert scored.scores.tolist() == [1.25, 1.25, 1.125, 1.5]
+    assert scored.metrics["reward/informative_groups"] == 0.5
+    assert scored.metrics["score/mean"] == scored.scores.mean().item()
 
 
 # -- conversations ---------------------------------------------------------------------------------

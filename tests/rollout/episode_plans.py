@@ -25,7 +25,7 @@ class Plan:
         edits: turns after which the agent begins anew with the first prompt and `between`.
         repeats: turns that ask the same as the turn before.
         rewards: turns after which the agent gives a reward of 0.5.
-        fails: whether the agent raises an exception at the end.
+        fails: whether the agent asks for another temperature at the end, which is rejected.
     """
 
     number: int

@@ -81,7 +81,8 @@ def main(folder: Path, name: str) -> None:
     host_group = dist.new_group(backend="gloo")
     sampler = EpisodeSampler.start(config, rollout, runner, make_tokenizer(), host_group)
     sampling = OmegaConf.merge(config.rollout, {"n": GROUP_SIZE})
-    request = Request(PlannedRows(), range(len(PLANS)), sampling, SEED)
+    rows = range(len(PLANS))
+    request = Request(PlannedRows(), rows, sampling, SEED, section="validation")
     draws = [written(sampler.draw(request, Profiler())) for _ in range(2)]
     results = {"episodes": draws[0], "again": draws[1]}
     if sampler.director:
@@ -127,7 +128,7 @@ def written(samples: Samples) -> dict:
         assert samples.response_lengths[i] == sum(sequence["loss_mask"])
     return {
         "sequences": sequences,
-        "failures": [(failure.kind, failure.row["number"]) for failure in samples.failures],
+        "failures": [(f.kind, f.row["number"], f.trace) for f in samples.failures],
         "num_drawn": samples.num_drawn,
         "metrics": {k: v for k, v in samples.metrics.items() if k.startswith("episodes/")},
     }

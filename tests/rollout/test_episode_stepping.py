@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from config import load
+from rollout.episodes.jobs import EndedEpisode
 from rollout.episodes.stepping import EpisodeLoop, TurnRequest, turn_seed
 from rollout.vllm.sampling import RequestSampling
 
@@ -72,3 +73,14 @@ def test_requests_with_the_same_prompt_have_seeds_of_their_own():
         loop.begin_turns([TurnRequest.read(playing, message) for message in messages])
     seeds = [seed for _, _, seed in loop.rollout.requests]
     assert len({*seeds}) == 4
+
+
+def test_tool_errors_are_those_of_replies_and_of_tools():
+    """The gateway reports malformed calls turn by turn, and a worker the tools that have raised."""
+    loop = make_loop()
+    playing = loop.add(0, SEED)
+    for num_calls, num_errors in ((2, 1), (0, 3)):
+        report = {"messages": [], "tool_calls": num_calls, "tool_errors": num_errors}
+        loop.handle_episode(playing, report)
+    loop.end([EndedEpisode(0, None, tool_errors=10)])
+    assert (playing.num_tool_calls, playing.num_tool_errors) == (2, 14)

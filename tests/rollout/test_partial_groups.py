@@ -289,7 +289,7 @@ def test_the_age_of_a_group_is_that_of_its_oldest_token():
     assert without.age(6) == 0
 
 
-def end_step_on_rank(tp_size: int) -> tuple[dict[str, float], Ledger, list[int]]:
+def end_step_on_rank(tp_size: int) -> tuple[dict[str, float], Ledger, list[int], StepCounts]:
     """End a step in which replica r has groups 3r, of an age of 0, 3r + 1 of 1, and 3r + 2 of 2."""
     replica, tp_rank = divmod(dist.get_rank(), tp_size)
     num_replicas = dist.get_world_size() // tp_size
@@ -311,7 +311,7 @@ def end_step_on_rank(tp_size: int) -> tuple[dict[str, float], Ledger, list[int]]
         counts=StepCounts(slots=8, tokens=6),
     )
     metrics = sampler.end_step(5)
-    return metrics, ledger, [group.number for group in open_groups.groups]
+    return metrics, ledger, [group.number for group in open_groups.groups], sampler.counts
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -319,11 +319,12 @@ def test_every_rank_forgets_the_groups_that_a_replica_drops_once(tmp_path, tp_si
     """The ranks of a replica have the same groups."""
     num_replicas = 2
     ranks = on_ranks(num_replicas * tp_size, tmp_path, end_step_on_rank, tp_size)
-    for rank, (metrics, ledger, own) in enumerate(ranks):
+    for rank, (metrics, ledger, own, counts) in enumerate(ranks):
         first = 3 * (rank // tp_size)
         assert own == [first, first + 1]
         assert ledger.replica_of == {0: 0, 1: 0, 3: 1, 4: 1}
         assert ledger.num_dropped == 2
+        assert counts == StepCounts(), "the next step counts anew"
         assert metrics == {
             "partial/carried_groups": 4.0,
             "partial/stale_drops": 2.0,

@@ -1156,6 +1156,23 @@ def test_a_worker_that_reports_an_error_is_ended(make, tmp_path):
     assert workers_of_this_process() == before
 
 
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_workers_that_have_ended_leave_no_file_open(make, behave):
+    """Otherwise a long run whose workers die could not open files any more."""
+    before = num_open_files()
+    with closing(make(behave, 1, SLACK)) as grader:
+        with_a_worker = num_open_files()
+        for _ in range(2):
+            (result,) = grade(grader, "exit")
+            assert result.kind == "died"
+        assert grade(grader, "1") == [1.0]
+        assert num_open_files() == with_a_worker
+    assert num_open_files() == before
+
+
 def test_a_function_that_raises(shared, behave):
     result, leaving = grade(shared, "raise", "leave", zero=0)
     assert (result.kind, result.row, result.response) == ("raised", {"zero": 0}, "raise")

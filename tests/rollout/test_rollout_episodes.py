@@ -27,7 +27,7 @@ async def play(row, llm):
         elif turn + 1 not in row["repeats"]:
             ids = ids + reply.token_ids + row["between"]
     if row["fails"]:
-        raise RuntimeError("as planned")
+        await llm.generate(ids, temperature=0.25)
     return float(row["number"])
 """
 
@@ -94,8 +94,12 @@ def test_turn_rewards_stand_at_the_last_token_of_their_turn(drawn):
 
 
 def test_an_episode_that_raises_is_a_failure(drawn):
+    """The gateway rejects another temperature than the one of the section of the draw."""
     draw = drawn["episodes"]["episodes"]
-    assert draw["failures"] == [["raised", 9]] * GROUP_SIZE
+    assert len(draw["failures"]) == GROUP_SIZE
+    for kind, number, trace in draw["failures"]:
+        assert (kind, number) == ("raised", 9)
+        assert "temperature=0.25 differs from validation.temperature=1.0" in trace
     assert draw["num_drawn"] == 50
 
 
