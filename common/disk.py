@@ -57,9 +57,12 @@ def require(path: Path, num_bytes: int) -> None:
 def replace(path: Path, content: str) -> None:
     """Write a text file, or leave the old one unchanged. Raises InputError if the disk is full."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with writing(path, len(content.encode())):
-        temporary.write_text(content)
-        temporary.rename(path)
+    try:
+        with writing(path, len(content.encode())):
+            temporary.write_text(content)
+            temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def why_full(error: BaseException | None) -> str | None:

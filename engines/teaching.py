@@ -99,13 +99,21 @@ def check_top_k(config: DictConfig, num_tokens: int) -> None:
 
 
 def vocabulary(path: str) -> dict[int, str] | None:
-    """Return token id -> token of the tokenizer in a directory; None if there is none to read."""
+    """Return token id -> token of the tokenizer in a directory; None if there is none.
+
+    Raises:
+        InputError: the tokenizers package cannot read its file.
+    """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception:  # tokenizers raises this class itself for a file it cannot read
+    except (OSError, ValueError):
         return None
+    except Exception as error:
+        if type(error) is not Exception:  # the tokenizers package raises this class itself
+            raise
+        raise InputError(f"cannot read the tokenizer of {path}: {error}") from None
     return {token_id: token for token, token_id in tokenizer.get_vocab().items()}
 
 

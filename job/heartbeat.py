@@ -149,19 +149,17 @@ class Heartbeat:
         due = time.monotonic() + self.interval
         while not self.ended.wait(max(0.0, due - time.monotonic())):
             due = max(due + self.interval, time.monotonic())
-            try:
+            with suppress(*INCOMPLETE):  # it is read again soon
                 self._refresh()
                 records = self.records()
-            except INCOMPLETE:
-                continue  # read it again soon
-            self._count_polls(records, previous)
-            previous = records
-            self._end_if_late(records)
+                self._count_polls(records, previous)
+                previous = records
+                self._end_if_late(records)
             if self.seconds_in_collective() > self.limit:
                 cause = self.explain_timeout()
                 records = self._complete_records()
                 waiting = [record for record in records if record.has_timed_out] or [self.record]
-                subject = "they" if len(waiting) >= len(records) else "the others"
+                subject = "the others" if len(waiting) < len(records) else "they"
                 self._end(f"{cause}; {subject}", waiting)
 
     def _count_polls(self, records: list[Record], previous: list[Record]) -> None:
@@ -246,8 +244,8 @@ class Heartbeat:
         records = self._complete_records()
         if not records:
             return (
-                f"a collective of stage {self.record.stage!r} has timed out, and the missing ranks "
-                f"are unknown, because the files in {self.directory} cannot be read"
+                f"the files in {self.directory} cannot be read, so nobody knows which ranks the "
+                f"others wait for in stage {self.record.stage!r}"
             )
         missing = [record for record in records if not record.has_timed_out]
         if missing:

@@ -121,7 +121,7 @@ class MemoryPlan:
         return warnings
 
     def generation_warnings(self) -> list[str]:
-        """Return such a warning for the phases in which vLLM is awake, if any."""
+        """Return a warning if memory may run out while vLLM is awake, or []."""
         awake = AwakeMemory.of(self.config, self.capacity)
         if awake.weights >= awake.total:
             raise InputError(awake.problem)

@@ -33,6 +33,7 @@ class Lock:
     def __init__(self, directory: Path):
         """Take the lock; raises InputError if another run is writing to the directory."""
         self.path = directory / ".lock"
+        self.is_lost = False  # to another run, after the file had been deleted
         self.file = open_file(self.path)
         holder = self._find_holder()
         if holder is not None:
@@ -97,20 +98,21 @@ class Lock:
     def _touch(self) -> None:
         while not self.ended.wait(TOUCH_SECONDS):
             # A network file system may not answer for a while, and a disk may be full: try again.
-            with suppress(OSError):
-                if self.path.exists():
-                    os.utime(self.path)
-                else:
+            # A file that release() has closed gives a ValueError.
+            with suppress(OSError, ValueError):
+                if self.is_lost:
+                    continue
+                if not self.path.exists() or self._read_record() is None:
                     self._take_again()
+                os.utime(self.path)
 
     def _take_again(self) -> None:
         """Take the lock after its file has been deleted, unless another run has done so."""
-        deleted = self.file
-        self.file = open_file(self.path)
-        if self._find_holder() is None:
+        if not self.path.exists():
+            self.file = open_file(self.path)
+        self.is_lost = self._find_holder() is not None
+        if not self.is_lost and not self.ended.is_set():
             self._write_record()
-        else:
-            self.file = deleted
 
     def release(self) -> None:
         atexit.unregister(self.release)

@@ -111,7 +111,7 @@ def is_other_checkpoint_of_run(path: Path, latest: Path) -> bool:
 
 
 def checkpoint_hint(path: Path) -> str:
-    """Return "; did you mean ...?" with a run's newest checkpoint, if the path is of a run."""
+    """Return "; did you mean ...?" with the newest checkpoint of the run at this path, or ""."""
     from engines.checkpoint.checkpointer import newest_checkpoint
 
     newest = newest_checkpoint(path)

@@ -102,8 +102,8 @@ class Run:
         agreement = Agreement(trainer.save_freq, trainer.save_minutes)
         check_ranks_agree(config)
         setup.check_directories(config)
-        tracking.check_loggers(config)
         heartbeat = setup.start_heartbeat(config)
+        tracking.check_loggers(config)
         setup.bind_cpus(config, device)
         hardware = Hardware.of(config, device)
         return cls(

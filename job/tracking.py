@@ -492,6 +492,6 @@ def classify_line(line: bytes, step: float) -> str:
 def run_id(out: Path) -> str:
     """Return the wandb run id of an output directory. It stays the same after every restart."""
     path = out / "wandb_id"
-    if not path.exists():
+    if not path.exists() or not path.read_text():  # a full disk may have left an empty file
         disk.replace(path, os.urandom(8).hex())
     return path.read_text()

@@ -112,8 +112,8 @@ def choose_padding(config: DictConfig, tokenizer, datasets: list[RewardDataset])
             return token
     if dist.get_rank() == 0:
         print(
-            "the export gets no pad_token_id: transformers reads the score before the padding, and "
-            "the padding tokens of the tokenizer and of the model are missing or end rows. To use "
+            "the export gets no pad_token_id: transformers reads the score before the padding, but "
+            "neither the tokenizer nor the model has a padding token that never ends a row. To use "
             f"the export, {PADDING_ADVICE}",
             flush=True,
         )

@@ -74,7 +74,7 @@ def partition_by_differencing(costs: Sequence[float], num_parts: int) -> list[li
 
 
 def merge(a: list[Part], b: list[Part]) -> list[Part]:
-    """Join the largest part of `a` with the smallest of `b`, the next largest with the next..."""
+    """Join the largest part of `a` with the smallest of `b`, and so on down both lists."""
     merged = []
     for (sum_a, items_a), (sum_b, items_b) in zip(a, reversed(b)):
         merged.append((sum_a + sum_b, items_a + items_b))

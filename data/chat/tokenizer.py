@@ -177,6 +177,8 @@ def load_tokenizer(config):
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    except ImportError:
+        raise  # it names the package that is missing
     except Exception as error:  # tokenizers raises this class itself for a file it cannot read
         raise InputError(f"no tokenizer in model.path={config.model.path}: {error}") from None
     # Without the tokenizer's files, transformers makes one that turns every text into nothing.

@@ -343,7 +343,7 @@ def cannot_load(path: Path, error: Exception) -> InputError:
 
 
 def without_videos(processor_class: type) -> type:
-    """Return a processor class without its video processor, which needs torchvision."""
+    """Return a processor class without its video processor, which alone needs torchvision."""
 
     class WithoutVideos(processor_class):
         @classmethod

@@ -249,7 +249,7 @@ class EpisodeSampler:
         return Played(list(loop.playing.values()), loop.times, seconds)
 
     def inbox(self, cast: Cast | None) -> Inbox:
-        """Return the inbox of a cast, which is None except on the first rank of a replica."""
+        """Return the inbox of a cast. cast: None except on the first rank of a replica."""
         receive = partial(self.director.receive, cast) if self.director else no_messages
         return Inbox(self.rollout, receive, self.replica_group)
 

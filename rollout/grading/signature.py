@@ -15,6 +15,7 @@ Value = Callable[[str, str, dict], object]
 # For functions written for verl, the first of these paths that a row has is the ground truth.
 GROUND_TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer")
 # A column that functions of rankwise's convention may take as a parameter without reward.kwargs.
+# If the parameter has a default, it keeps it for rows without an answer.
 ANSWER = "answer"
 # Columns that TRL does not pass on to reward functions.
 NOT_PASSED_BY_TRL = {"prompt", "completion", "completion_ids"}
@@ -144,6 +145,7 @@ class Signature:
         convention = find_convention(by_name, kwargs, conventions(conversation_keys))
         self.convention = convention or Convention()
         self.values = self._bind(kwargs)
+        self.may_be_missing = {ANSWER}.intersection(self.optional) - kwargs.keys()
         positional_only = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]
         self._check_known(positional_only, convention is not None)
 
@@ -155,7 +157,7 @@ class Signature:
                     f"it has no parameter {name}, but reward.kwargs sets it; it has {names}"
                 )
         values = dict(self.convention.values)
-        if self.convention.values is OURS and ANSWER in self.required:
+        if self.convention.values is OURS and ANSWER in self.names:
             values[ANSWER] = value_reader(ANSWER)
         for name, path in kwargs.items():
             values[name] = value_reader(path, name)
@@ -189,6 +191,8 @@ class Signature:
         samples = list(zip(prompts, responses, rows, strict=True))
         arguments: dict[str, list] = {}
         for name, value in self.values.items():
+            if name in self.may_be_missing and rows[0].get(name) is None:
+                continue
             arguments[name] = [value(*sample) for sample in samples]
         if self.convention.takes_columns:
             self._add_columns(arguments, rows)
@@ -231,11 +235,11 @@ class Signature:
         if self.convention.is_verl or self.convention.takes_columns:
             return
         for name in at_default:
-            if row.get(name) is not None:
+            if row.get(name) not in (None, ""):
                 raise InputError(
                     f"its parameter {name} would keep its default, although the row has a column "
-                    f"of this name: set reward.kwargs.{name}={name} to pass the column, or rename "
-                    "the parameter"
+                    f"of this name: set reward.kwargs.{name}={name} if all rows have the column, "
+                    f'take row and read row.get("{name}"), or rename the parameter'
                 )
 
 

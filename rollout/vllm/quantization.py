@@ -71,7 +71,8 @@ def check_quantization(config: DictConfig) -> None:
     if has_fp8_cache(config):
         setting = f"rollout.kv_cache_dtype={rollout.kv_cache_dtype}"
         check_setting(config, setting)
-        if not torch.accelerator.is_available():
+        runs_on_cpu = not torch.accelerator.is_available() and config.assume.gpu_memory_gib is None
+        if runs_on_cpu:
             check_cache_on_cpu(config, setting)
 
 
@@ -115,7 +116,16 @@ def check_cache_on_cpu(config: DictConfig, setting: str) -> None:
             f"{setting} needs a GPU, or a CPU with AVX-512 or AMX. This CPU has neither: leave it "
             "out"
         )
-    size = head_dim(read_hf_config(config.model.path))
+    check_head_size(config, setting)
+
+
+def check_head_size(config: DictConfig, setting: str) -> None:
+    """Raise InputError if vLLM has no FP8 cache on CPUs for heads of this model's size.
+
+    Args:
+        setting: "key=value".
+    """
+    size = head_dim(read_hf_config(config.model.path).get_text_config())
     if size % CPU_HEAD_DIM_MULTIPLE != 0:
         raise InputError(
             f"{setting}: on a CPU, the size of attention heads must be a multiple of "

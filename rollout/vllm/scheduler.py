@@ -187,7 +187,7 @@ class ClosedBatchScheduler(AsyncScheduler):
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed: int, num_new: int, budget: int, *args, **options
     ) -> tuple:
-        """Make a prompt wait until there is room for its images besides the others in flight.
+        """Make a prompt wait until its images have room besides those of steps in flight.
 
         vLLM would cut the prompt before the images, but prompts must not be cut into chunks.
         """

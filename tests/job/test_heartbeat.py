@@ -256,8 +256,8 @@ def test_records_that_stay_incomplete_do_not_hide_the_error(
     (tmp_path / "node1").write_text(HALF_RECORD)
     first._explain(RuntimeError, RuntimeError("Timed out waiting 1000ms"), None)
     line = capfd.readouterr().err
-    assert line.startswith("error: a collective of stage 'start' has timed out, and the missing")
-    assert f"the files in {tmp_path} cannot be read; they {WAITED}" in line
+    assert line.startswith(f"error: the files in {tmp_path} cannot be read, so nobody knows which")
+    assert f"ranks the others wait for in stage 'start'; they {WAITED}" in line
     sys.excepthook(RuntimeError, RuntimeError("Connection closed by peer"), None)
     assert capfd.readouterr().err.endswith("RuntimeError: Connection closed by peer\n")
 

@@ -261,7 +261,6 @@ def test_peft_loads_the_adapter_and_the_head(assets, run_layout, tmp_path, name)
     check_scores(assets, out, model)
 
 
-# A program that scores conversations with vLLM alone, which knows nothing of this repository.
 def test_vllm_loads_the_export_and_computes_the_same_scores(assets, run_layout, tmp_path):
     path = run_layout("pairs", "1 rank") / "hf"
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -15,7 +15,7 @@ from rollout.sharing import Share
 from rollout.vllm.arguments import Host, engine_arguments
 from rollout.vllm.capacity import kv_bytes_per_token, weight_bytes
 from rollout.vllm.fp8_weights import quantize_rows
-from rollout.vllm.quantization import cpu_can_cache
+from rollout.vllm.quantization import check_head_size, cpu_can_cache
 from rollout.vllm.settings import check_rollout
 from tests.support.launch import launch
 from tests.support.models import make_model
@@ -34,6 +34,7 @@ def models(tmp_path_factory):
         # A multiple of 32, for an FP8 cache on CPUs.
         make_model(folder / family, family, head_dim=32)
     make_model(folder / "narrow_heads", "qwen3", head_dim=16)
+    make_model(folder / "with_images", "gemma3 with images", head_dim=16)
     return folder
 
 
@@ -86,6 +87,15 @@ def test_a_cache_that_vllm_cannot_read_on_a_cpu(models):
         assert "must be a multiple of 32, and this model's is 16" in str(error.value)
     else:
         assert "needs a GPU, or a CPU with AVX-512 or AMX" in str(error.value)
+    for_gpus = ["dry_run=true", "assume.num_gpus=8", "assume.gpu_memory_gib=79"]
+    check_rollout(config_of(models / "narrow_heads", FP8_CACHE, *NEEDED, *for_gpus), 8)
+
+
+def test_a_vision_language_model_has_heads_too(models):
+    """Its config.json has their size in the part about texts."""
+    config = config_of(models / "with_images", FP8_CACHE, *NEEDED)
+    with pytest.raises(InputError, match="multiple of 32, and this model's is 16"):
+        check_head_size(config, FP8_CACHE)
 
 
 def test_the_base_is_not_shared_in_other_precision(models):

@@ -1047,17 +1047,27 @@ def test_functions_of_verl_and_trl_are_called_as_these_do(make, file):
             grader.check({"solution": 5})
 
 
-@pytest.mark.parametrize("parameters", ["response, answer=None", "responses, answer=None"])
+@pytest.mark.parametrize("parameters", ["response, hint=None", "responses, hint=None"])
 def test_a_column_that_a_parameter_would_not_get_is_an_error(make, tmp_path, parameters):
     file = tmp_path / "optional.py"
     file.write_text(f"def f({parameters}):\n    return 1.0\n")
     with closing(make(f"{file}:f", 1, SLACK)) as grader:
-        with pytest.raises(InputError, match="answer would keep its default, although the row has"):
-            grader.check({"answer": 5})
+        with pytest.raises(InputError, match="hint would keep its default, although the row has"):
+            grader.check({"hint": 5})
+    for row in ({"hint": None}, {"hint": ""}, {}):
+        with closing(make(f"{file}:f", 1, SLACK)) as grader:
+            assert grader.check(row).endswith("hint keeps its default")
+    with closing(make(f"{file}:f", 1, SLACK, "reward.kwargs.hint=hint")) as grader:
+        assert "default" not in grader.check({"hint": 5})
+
+
+def test_an_answer_may_have_a_default(make, tmp_path):
+    file = tmp_path / "optional.py"
+    file.write_text("def f(response, answer=3):\n    return float(answer)\n")
+    rows = [("q", "", {"answer": 5}), ("q", "", {"answer": None}), ("q", "", {})]
     with closing(make(f"{file}:f", 1, SLACK)) as grader:
-        assert grader.check({"answer": None}).endswith("answer keeps its default")
-    with closing(make(f"{file}:f", 1, SLACK, "reward.kwargs.answer=answer")) as grader:
         assert "default" not in grader.check({"answer": 5})
+        assert [result.score for result in grader.grade(rows, [0, 1, 2])] == [5.0, 3.0, 3.0]
 
 
 def test_the_state_of_a_module_lives_and_dies_with_its_worker(make, file):
