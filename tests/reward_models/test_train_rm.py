@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data.batching.order import global_batch
 from examples.arithmetic import make_tokenizer
-from tests.preferences.assets import BATCH_SIZE, NUM_ROWS
+from tests.preferences.assets import BATCH_SIZE, NUM_ROWS, settings_with_unknown_token
 from tests.reward_models.assets import (
     chats_of,
     command,
@@ -342,6 +342,26 @@ def test_kill_and_resume_repeats_every_step_to_the_last_bit(assets, tmp_path, en
 # -- before training -------------------------------------------------------------------------------
 
 
+LOSS = """
+def mine(chosen_scores, rejected_scores, **_):
+    return rejected_scores - chosen_scores
+"""
+
+
+def test_a_run_does_not_resume_with_another_loss(assets, run_layout, tmp_path):
+    (tmp_path / "loss.py").write_text(LOSS)
+    out = run_layout("pairs", "1 rank")
+    loss = f"algorithm.loss={tmp_path}/loss.py:mine"
+    done = run(command(1, assets, out, *START, loss), returncode=2)
+    assert "was written with algorithm.loss=bradley_terry, now it is" in done.stderr
+
+
+def test_a_token_without_an_embedding_is_one_line(assets, tmp_path):
+    settings = settings_with_unknown_token(assets)
+    done = run(command(1, assets, tmp_path, *settings), returncode=2)
+    assert "error: data.train_files has rows with the token <new>" in done.stderr
+
+
 SAMPLER = """
 def longest_first(rows, batch_size, **_):
     by_length = sorted(range(len(rows)), key=lambda row: -len(rows[row]["chosen"][0]["content"]))
@@ -384,6 +404,10 @@ def two_labels(assets, tmp_path_factory) -> Path:
 
 
 MISTAKES = {
+    "a column that no row has": (
+        ["data.tools_key=tols"],
+        "data.tools_key=tols names no column of data.train_files",
+    ),
     "a pair that does not fit": (
         ["data.max_tokens_per_micro_batch=50"],
         "a pair, with a token for each score, has",
