@@ -226,6 +226,19 @@ def test_transformers_loads_the_export_and_computes_the_same_scores(
     check_scores(assets, out, model)
 
 
+def test_the_error_of_scores_is_that_of_the_export(assets, run_layout):
+    """A validation has 5 batches of 8 rows, and one of 4."""
+    out = run_layout("scores", "2 ranks")
+    model = AutoModelForSequenceClassification.from_pretrained(out / "hf", dtype=torch.float32)
+    rows = [json.loads(line) for line in (assets / "scores.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(out / "hf")
+    scores = scores_of_transformers(model, tokenizer, [row["messages"] for row in rows])
+    errors = scores - torch.tensor([row["score"] for row in rows])
+    line = metrics(out)[-1]
+    assert line["val/mean_absolute_error"] == pytest.approx(errors.abs().mean().item(), abs=1e-5)
+    assert line["val/mean_reward"] == pytest.approx(scores.mean().item(), abs=1e-5)
+
+
 @pytest.mark.parametrize("group, name", [("pairs", "1 rank"), ("pairs", "Megatron PP")])
 def test_a_checkpoint_exports_the_same_files(run_layout, tmp_path, group, name):
     out = run_layout(group, name)
