@@ -93,6 +93,24 @@ def test_a_token_that_only_a_validation_row_has_is_checked(set_up, tmp_path):
         set_up(f"data.val_files={tmp_path}/unknown.jsonl")
 
 
+NO_COLUMN = "data.tools_key=tols names no column of data.train_files, which have messages, answer"
+
+
+def test_a_column_that_no_row_has_is_an_error(set_up):
+    with pytest.raises(InputError, match=NO_COLUMN):
+        set_up("data.tools_key=tols")
+
+
+def test_a_column_that_no_prompt_has_is_an_error(settings):
+    config = load("ppo.yaml", [*settings, "reward.function=exact_match", "data.tools_key=tols"])
+    grader = train_ppo.start_grader(config)
+    try:
+        with pytest.raises(InputError, match=NO_COLUMN):
+            train_ppo.set_up(config, grader)
+    finally:
+        grader.close()
+
+
 @pytest.mark.parametrize("file", ["train", "val"])
 def test_a_reward_is_checked_with_a_row_of_each_file(settings, tmp_path, file):
     """Rows of val.jsonl have no answer."""

@@ -1,6 +1,7 @@
 """A tiny model, and pairs of right and wrong answers, for runs of train_dpo.py."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -22,6 +23,20 @@ def make_assets(directory: Path, kind: str = "qwen3") -> None:
     write_rows(directory / "val.jsonl", [make_pair(*x) for x in enumerate(val[:12])])
     labels = [row | {"label": i % 3 > 0} for i, row in enumerate(train[:NUM_ROWS])]
     write_rows(directory / "labels.jsonl", labels)
+
+
+def settings_with_unknown_token(assets: Path) -> list[str]:
+    """Return settings of a tokenizer and a row with a token that the model has no embedding for."""
+    directory = assets / "unknown"
+    shutil.copytree(assets / "model", directory, dirs_exist_ok=True)
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(directory)
+    question = {"role": "user", "content": "q"}
+    answer = {"role": "assistant", "content": "<new>"}
+    pair = make_pair(1, {"messages": [question, answer]})
+    write_rows(directory / "rows.jsonl", [pair] * BATCH_SIZE)
+    return [f"model.path={directory}", f"data.train_files={directory}/rows.jsonl"]
 
 
 def make_pair(number: int, row: dict) -> dict:

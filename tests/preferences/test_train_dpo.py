@@ -14,7 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.batching.order import global_batch
 from examples.arithmetic import make_tokenizer
-from tests.preferences.assets import BATCH_SIZE, NUM_ROWS, command, make_assets
+from tests.preferences.assets import (
+    BATCH_SIZE,
+    NUM_ROWS,
+    command,
+    make_assets,
+    settings_with_unknown_token,
+)
 from tests.support.launch import checkpoints, kill_all, metrics, run, start, wait_for
 from tests.support.models import make_model
 
@@ -326,6 +332,14 @@ def without_weights(assets: Path) -> Path:
 
 
 MISTAKES = {
+    "a column that no row has": (
+        ["data.tools_key=tols"],
+        "data.tools_key=tols names no column of data.train_files",
+    ),
+    "a token without an embedding": (
+        settings_with_unknown_token,
+        "data.train_files has rows with the token <new>",
+    ),
     "a pair that does not fit": (
         ["data.max_tokens_per_micro_batch=50"],
         "tokens, more than data.max_tokens_per_micro_batch=50: raise it",

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data.batching.order import global_batch
 from examples.arithmetic import make_tokenizer
-from tests.preferences.assets import BATCH_SIZE, NUM_ROWS
+from tests.preferences.assets import BATCH_SIZE, NUM_ROWS, settings_with_unknown_token
 from tests.reward_models.assets import (
     chats_of,
     command,
@@ -226,6 +226,19 @@ def test_transformers_loads_the_export_and_computes_the_same_scores(
     check_scores(assets, out, model)
 
 
+def test_the_error_of_scores_is_that_of_the_export(assets, run_layout):
+    """A validation has 5 batches of 8 rows, and one of 4."""
+    out = run_layout("scores", "2 ranks")
+    model = AutoModelForSequenceClassification.from_pretrained(out / "hf", dtype=torch.float32)
+    rows = [json.loads(line) for line in (assets / "scores.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(out / "hf")
+    scores = scores_of_transformers(model, tokenizer, [row["messages"] for row in rows])
+    errors = scores - torch.tensor([row["score"] for row in rows])
+    line = metrics(out)[-1]
+    assert line["val/mean_absolute_error"] == pytest.approx(errors.abs().mean().item(), abs=1e-5)
+    assert line["val/mean_reward"] == pytest.approx(scores.mean().item(), abs=1e-5)
+
+
 @pytest.mark.parametrize("group, name", [("pairs", "1 rank"), ("pairs", "Megatron PP")])
 def test_a_checkpoint_exports_the_same_files(run_layout, tmp_path, group, name):
     out = run_layout(group, name)
@@ -325,6 +338,26 @@ def test_kill_and_resume_repeats_every_step_to_the_last_bit(assets, tmp_path, en
 # -- before training -------------------------------------------------------------------------------
 
 
+LOSS = """
+def mine(chosen_scores, rejected_scores, **_):
+    return rejected_scores - chosen_scores
+"""
+
+
+def test_a_run_does_not_resume_with_another_loss(assets, run_layout, tmp_path):
+    (tmp_path / "loss.py").write_text(LOSS)
+    out = run_layout("pairs", "1 rank")
+    loss = f"algorithm.loss={tmp_path}/loss.py:mine"
+    done = run(command(1, assets, out, *START, loss), returncode=2)
+    assert "was written with algorithm.loss=bradley_terry, now it is" in done.stderr
+
+
+def test_a_token_without_an_embedding_is_one_line(assets, tmp_path):
+    settings = settings_with_unknown_token(assets)
+    done = run(command(1, assets, tmp_path, *settings), returncode=2)
+    assert "error: data.train_files has rows with the token <new>" in done.stderr
+
+
 SAMPLER = """
 def longest_first(rows, batch_size, **_):
     by_length = sorted(range(len(rows)), key=lambda row: -len(rows[row]["chosen"][0]["content"]))
@@ -367,6 +400,10 @@ def two_labels(assets, tmp_path_factory) -> Path:
 
 
 MISTAKES = {
+    "a column that no row has": (
+        ["data.tools_key=tols"],
+        "data.tools_key=tols names no column of data.train_files",
+    ),
     "a pair that does not fit": (
         ["data.max_tokens_per_micro_batch=50"],
         "a pair, with a token for each score, has",

@@ -367,6 +367,9 @@ def test_scores_in_this_process_are_those_of_transformers(
     assert scored.parts["model"].tolist() == pytest.approx(expected, abs=1e-5)
     assert scored.scores.tolist() == [0.0, 1.0]
     assert scored.metrics["reward/model/cut"] == num_cut / 2
+    mean = sum(expected) / 2
+    assert scored.metrics["reward/model/mean"] == pytest.approx(mean, abs=1e-5)
+    assert scored.metrics["reward/model/std"] == pytest.approx(abs(expected[0] - mean), abs=1e-5)
     assert (num_cut > 0) == (longest < 53)
 
 
