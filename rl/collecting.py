@@ -21,6 +21,9 @@ from rollout.drawing import Request
 from rollout.partial.drawing import PartialSampler
 from rollout.samples import Samples, concat
 
+# Metrics of a draw that count something in it.
+COUNTS = ("episodes/tool_errors",)
+
 
 class Source(Protocol):
     """Where the samples of a step come from."""
@@ -197,13 +200,28 @@ def collection_metrics(
     episodes = drawn.episodes
     scores = episodes.choose(drawn.scores)
     metrics = {"rollout/num_gen_batches": len(draws), **score_metrics(scores)}
+    sizes = [samples.num_drawn for samples in draws]
     for name in draws[0].metrics:
-        metrics[name] = sum(samples.metrics[name] for samples in draws) / len(draws)
+        metrics[name] = combined(name, [samples.metrics[name] for samples in draws], sizes)
     for name, values in drawn.parts.items():
         metrics[f"reward/{name}/mean"] = episodes.choose(values).mean().item()
     informative_episodes = episodes.choose(is_informative)
     metrics["reward/informative_groups"] = informative_episodes.float().mean().item()
     return metrics
+
+
+def combined(name: str, values: list[float], sizes: list[int]) -> float:
+    """Return a metric of a step from its values in the draws.
+
+    It is a maximum, a count, or a mean in which each draw counts by its size.
+
+    sizes: the numbers of responses, or episodes, that were drawn
+    """
+    if name.endswith("/max"):
+        return max(values)
+    if name in COUNTS:
+        return sum(values)
+    return sum(value * size for value, size in zip(values, sizes)) / sum(sizes)
 
 
 def score_metrics(scores: Tensor) -> dict[str, float]:

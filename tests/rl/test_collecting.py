@@ -16,6 +16,7 @@ from rl.collecting import (
     BatchSource,
     PartialSource,
     collect as collect_samples,
+    collection_metrics,
     informative_responses,
     penalized_scores,
     weights_of_parts,
@@ -112,6 +113,23 @@ def test_filter_groups_draws_until_there_are_enough_and_keeps_the_first():
             "reward/informative_groups": 5 / 6,
         }
     ), "of all that was drawn"
+
+
+def test_metrics_of_several_draws_are_those_of_all_their_episodes():
+    draws = []
+    for num_drawn, turns, longest, errors in ((2, 1.5, 2, 1.0), (6, 4.5, 9, 2.0)):
+        drawn = make_samples([1, 1], [0.0, 1.0], [0, 0])
+        drawn.num_drawn = num_drawn
+        drawn.metrics = {
+            "episodes/turns/mean": turns,
+            "episodes/turns/max": longest,
+            "episodes/tool_errors": errors,
+        }
+        draws.append(drawn)
+    metrics = collection_metrics(draws, draws[0], torch.ones(2, dtype=torch.bool))
+    assert metrics["episodes/turns/mean"] == (2 * 1.5 + 6 * 4.5) / 8
+    assert metrics["episodes/turns/max"] == 9
+    assert metrics["episodes/tool_errors"] == 3
 
 
 def test_filter_groups_goes_on_with_what_it_has_after_the_last_batch():
