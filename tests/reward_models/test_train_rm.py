@@ -372,7 +372,7 @@ def test_a_sampler_reads_the_rows(assets, tmp_path):
     rows = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()]
     lengths = [len(row["chosen"][0]["content"]) for row in rows]
     longest = sorted(range(NUM_ROWS), key=lambda row: -lengths[row])[:BATCH_SIZE]
-    assert f"the first batch, counted from 0: {', '.join(map(str, longest))}\n" in printed
+    assert f"first batch, counting rows from 0: {', '.join(map(str, longest))}\n" in printed
 
 
 def test_a_dry_run_shows_pairs_and_the_memory(assets, tmp_path):

@@ -590,13 +590,20 @@ def test_another_vocabulary_is_one_line(tokenizers, teacher, more, num_teacher_t
 
 
 def test_a_student_without_a_tokenizer_is_the_one_that_is_named(tokenizers):
-    shutil.copytree(tokenizers / "policy", tokenizers / "damaged")
-    (tokenizers / "damaged" / "tokenizer.json").write_text('{"added_tokens": [], "model": "new"}')
-    for policy in ("nothing", "damaged"):
-        with pytest.raises(InputError) as error:
-            check_tokenizers(tokenizers, policy, "policy", num_teacher_tokens=264)
-        lacking = f"and model.path={tokenizers / policy} has no tokenizer that explains"
-        assert lacking in str(error.value)
+    with pytest.raises(InputError) as error:
+        check_tokenizers(tokenizers, "nothing", "policy", num_teacher_tokens=264)
+    lacking = f"and model.path={tokenizers}/nothing has no tokenizer that explains"
+    assert lacking in str(error.value)
+
+
+@pytest.mark.parametrize("num_teacher_tokens", [200, 264])
+def test_a_tokenizer_that_cannot_be_read_is_an_error(tokenizers, tmp_path, num_teacher_tokens):
+    for name in ("policy", "damaged"):
+        shutil.copytree(tokenizers / "policy", tmp_path / name)
+    (tmp_path / "damaged" / "tokenizer.json").write_text('{"added_tokens": [], "model": "new"}')
+    with pytest.raises(InputError) as error:
+        check_tokenizers(tmp_path, "damaged", "policy", num_teacher_tokens=num_teacher_tokens)
+    assert f"cannot read the tokenizer of {tmp_path}/damaged: " in str(error.value)
 
 
 @pytest.mark.slow
