@@ -98,7 +98,7 @@ PYTEST := $(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-re
 test: $(filter .venv,$(VENV))         ## all tests but those of `make thorough`, and the ten slowest; none found is a failure too
 	$(PYTEST) -m "not thorough" tests
 
-thorough: $(filter .venv,$(VENV))     ## further layouts, benchmarks and other packages' clients: 15 minutes
+thorough: $(filter .venv,$(VENV))     ## further layouts, benchmarks and other packages' clients: half an hour
 	$(PYTEST) -m thorough tests
 
 quick: $(filter .venv,$(VENV))        ## quick tests only, without torchrun or vLLM: 90 seconds
