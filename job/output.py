@@ -33,7 +33,12 @@ class Lock:
     def __init__(self, directory: Path):
         """Take the lock; raises InputError if another run is writing to the directory."""
         self.path = directory / ".lock"
-        self.is_lost = False  # to another run, after the file had been deleted
+        self.record = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "token": secrets.token_hex(8),
+        }
         self.file = open_file(self.path)
         holder = self._find_holder()
         if holder is not None:
@@ -85,14 +90,9 @@ class Lock:
             return None
 
     def _write_record(self) -> None:
-        record = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
         self.file.seek(0)
         self.file.truncate()
-        json.dump(record, self.file)
+        json.dump(self.record, self.file)
         self.file.flush()
 
     def _touch(self) -> None:
@@ -100,24 +100,32 @@ class Lock:
             # A network file system may not answer for a while, and a disk may be full: try again.
             # A file that release() has closed gives a ValueError.
             with suppress(OSError, ValueError):
-                if self.is_lost:
-                    continue
-                if not self.path.exists() or self._read_record() is None:
+                record = self._record_at_path()
+                if record == self.record:
+                    os.utime(self.path)
+                elif record is None:
                     self._take_again()
-                os.utime(self.path)
+
+    def _record_at_path(self) -> dict | None:
+        """Return what the lock's file says now. It may have been deleted, or be another run's."""
+        try:
+            return json.loads(self.path.read_text())
+        except (FileNotFoundError, ValueError):
+            return None
 
     def _take_again(self) -> None:
         """Take the lock after its file has been deleted, unless another run has done so."""
-        if not self.path.exists():
-            self.file = open_file(self.path)
-        self.is_lost = self._find_holder() is not None
-        if not self.is_lost and not self.ended.is_set():
+        deleted = self.file
+        self.file = open_file(self.path)
+        deleted.close()
+        if self._find_holder() is None and not self.ended.is_set():
             self._write_record()
 
     def release(self) -> None:
         atexit.unregister(self.release)
         self.ended.set()
-        self.file.truncate(0)
+        if self._record_at_path() == self.record:
+            self.file.truncate(0)
         self.file.close()
 
 

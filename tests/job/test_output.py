@@ -115,15 +115,35 @@ def test_a_lock_whose_file_is_deleted_is_taken_again(tmp_path, monkeypatch):
 
 
 def test_a_lock_that_another_run_has_taken_meanwhile_is_left_to_it(tmp_path, monkeypatch):
+    """Whether the file was there again before this run looked, or came while it looked."""
     monkeypatch.setattr(output, "TOUCH_SECONDS", 600)
+    file = tmp_path / ".lock"
     lock = output.Lock(tmp_path)
-    (tmp_path / ".lock").unlink()
+    lock.ended.set()
+    file.unlink()
     other = output.Lock(tmp_path)
+    record = file.read_text()
+    os.utime(file, (0, 0))
+    monkeypatch.setattr(output, "TOUCH_SECONDS", 0.05)
+    lock.ended.clear()
+    threading.Thread(target=lock._touch, daemon=True).start()
+    time.sleep(0.5)
+    assert file.stat().st_mtime == 0, "another run's file is not touched"
     lock._take_again()
     lock.release()
-    assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    assert file.read_text() == record
     other.release()
     assert (tmp_path / ".lock").read_text() == ""
+
+
+def test_a_lock_that_could_not_be_written_is_written_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "TOUCH_SECONDS", 0.05)
+    file = tmp_path / ".lock"
+    lock = output.Lock(tmp_path)
+    record = file.read_text()
+    os.truncate(file, 0)  # as a full disk leaves it
+    wait_until(lambda: file.read_text() == record)
+    lock.release()
 
 
 def wait_until(condition) -> None:
