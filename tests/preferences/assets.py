@@ -11,6 +11,11 @@ from tests.support.models import make_model
 NUM_ROWS = 44
 BATCH_SIZE = 8
 SCRIPT = "train_dpo.py"
+SAMPLER = """
+def longest_first(rows, batch_size, **_):
+    by_length = sorted(range(len(rows)), key=lambda row: -len(rows[row]["chosen"][0]["content"]))
+    return by_length[:batch_size]
+"""
 
 
 def make_assets(directory: Path, kind: str = "qwen3") -> None:
@@ -23,6 +28,19 @@ def make_assets(directory: Path, kind: str = "qwen3") -> None:
     write_rows(directory / "val.jsonl", [make_pair(*x) for x in enumerate(val[:12])])
     labels = [row | {"label": i % 3 > 0} for i, row in enumerate(train[:NUM_ROWS])]
     write_rows(directory / "labels.jsonl", labels)
+
+
+def longest_first_sampler(directory: Path) -> str:
+    """Write a sampler that begins with the longest chosen answers; return its setting."""
+    (directory / "mine.py").write_text(SAMPLER)
+    return f"data.sampler={directory}/mine.py:longest_first"
+
+
+def longest_rows(assets: Path) -> list[int]:
+    """Return the rows of the first batch of this sampler."""
+    rows = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()]
+    lengths = [len(row["chosen"][0]["content"]) for row in rows]
+    return sorted(range(NUM_ROWS), key=lambda row: -lengths[row])[:BATCH_SIZE]
 
 
 def settings_with_unknown_token(assets: Path) -> list[str]:

@@ -18,6 +18,8 @@ from tests.preferences.assets import (
     BATCH_SIZE,
     NUM_ROWS,
     command,
+    longest_first_sampler,
+    longest_rows,
     make_assets,
     settings_with_unknown_token,
 )
@@ -288,21 +290,11 @@ def test_kill_and_resume_repeats_every_step_to_the_last_bit(assets, tmp_path):
 # -- before training -------------------------------------------------------------------------------
 
 
-SAMPLER = """
-def longest_first(rows, batch_size, **_):
-    by_length = sorted(range(len(rows)), key=lambda row: -len(rows[row]["chosen"][0]["content"]))
-    return by_length[:batch_size]
-"""
-
-
 def test_a_sampler_reads_the_rows(assets, tmp_path):
-    (tmp_path / "mine.py").write_text(SAMPLER)
-    sampler = f"data.sampler={tmp_path}/mine.py:longest_first"
+    sampler = longest_first_sampler(tmp_path)
     printed = run(command(1, assets, tmp_path, "dry_run=true", sampler)).stdout
-    rows = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()]
-    lengths = [len(row["chosen"][0]["content"]) for row in rows]
-    longest = sorted(range(NUM_ROWS), key=lambda row: -lengths[row])[:BATCH_SIZE]
-    assert f"first batch, counting rows from 0: {', '.join(map(str, longest))}\n" in printed
+    longest = ", ".join(map(str, longest_rows(assets)))
+    assert f"first batch, counting rows from 0: {longest}\n" in printed
 
 
 def test_a_dry_run_shows_pairs_and_counts_the_reference(assets, tmp_path):

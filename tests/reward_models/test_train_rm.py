@@ -14,7 +14,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data.batching.order import global_batch
 from examples.arithmetic import make_tokenizer
-from tests.preferences.assets import BATCH_SIZE, NUM_ROWS, settings_with_unknown_token
+from tests.preferences.assets import (
+    BATCH_SIZE,
+    NUM_ROWS,
+    longest_first_sampler,
+    longest_rows,
+    settings_with_unknown_token,
+)
 from tests.reward_models.assets import (
     chats_of,
     command,
@@ -358,21 +364,11 @@ def test_a_token_without_an_embedding_is_one_line(assets, tmp_path):
     assert "error: data.train_files has rows with the token <new>" in done.stderr
 
 
-SAMPLER = """
-def longest_first(rows, batch_size, **_):
-    by_length = sorted(range(len(rows)), key=lambda row: -len(rows[row]["chosen"][0]["content"]))
-    return by_length[:batch_size]
-"""
-
-
 def test_a_sampler_reads_the_rows(assets, tmp_path):
-    (tmp_path / "mine.py").write_text(SAMPLER)
-    sampler = f"data.sampler={tmp_path}/mine.py:longest_first"
+    sampler = longest_first_sampler(tmp_path)
     printed = run(command(1, assets, tmp_path, "dry_run=true", sampler)).stdout
-    rows = [json.loads(line) for line in (assets / "train.jsonl").read_text().splitlines()]
-    lengths = [len(row["chosen"][0]["content"]) for row in rows]
-    longest = sorted(range(NUM_ROWS), key=lambda row: -lengths[row])[:BATCH_SIZE]
-    assert f"first batch, counting rows from 0: {', '.join(map(str, longest))}\n" in printed
+    longest = ", ".join(map(str, longest_rows(assets)))
+    assert f"first batch, counting rows from 0: {longest}\n" in printed
 
 
 def test_a_dry_run_shows_pairs_and_the_memory(assets, tmp_path):
