@@ -380,7 +380,8 @@ def print_result(
 ) -> None:
     """Print the table. middle: the median of each metric."""
     stages = " | ".join(STAGES)
-    print(f"| shape | GPUs | settings | step s | {stages} | GiB awake | GiB asleep | log p gap |")
+    memory = "GiB awake | GiB asleep | GiB training"
+    print(f"| shape | GPUs | settings | step s | {stages} | {memory} | log p gap |")
     unknown = float("nan")
     print_row(
         arguments.shape,
@@ -390,8 +391,17 @@ def print_result(
         *(f"{middle.get(f'timing/{stage}', 0):.3f}" for stage in STAGES),
         f"{middle.get('perf/memory_awake_gib', unknown):.1f}",
         f"{middle.get('perf/memory_asleep_gib', unknown):.1f}",
+        f"{middle.get('perf/memory_training_gib', unknown):.1f}",
         f"{middle['rollout_corr/log_prob_gap']:.4f}",
     )
+    own_columns = {"timing/step", *(f"timing/{stage}" for stage in STAGES)}
+    other_stages = [
+        f"{name} {seconds:.3f}"
+        for name, seconds in sorted(middle.items())
+        if name.startswith("timing/") and name not in own_columns
+    ]
+    if other_stages:
+        print(" ".join(other_stages), flush=True)
     drafts = [f"{name} {middle[name]:.3f}" for name in sorted(middle) if name.startswith("mtp/")]
     if drafts:
         print(" ".join(drafts), flush=True)
