@@ -121,6 +121,10 @@ def sft_trials(num_gpus: int, shape: str, recompute: bool) -> list[Trial]:
     for sizes in ({"TP": 2}, {"TP": half, "PP": 2}, {"PP": min(num_gpus, 4)}):
         if sizes.get("TP") != 1:
             trials.append(megatron(shape, "sft", sizes, num_gpus, tokens, bf16_sums))
+    overlapped = "engine.overlap_grad_reduce=true"
+    trials.append(megatron(shape, "sft", {}, num_gpus, tokens, bf16_sums, overlapped))
+    if num_gpus == 2:
+        trials.append(fsdp(shape, "sft", "FSDP2 HSDP 2 x 1", 2, *shared, "engine.fsdp_size=1"))
     if num_gpus >= 4:
         size = f"engine.fsdp_size={half}"
         trials.append(fsdp(shape, "sft", f"FSDP2 HSDP 2 x {half}", num_gpus, *shared, size))
