@@ -15,8 +15,9 @@
         model.mtp.enable_train=true model.mtp.enable_rollout=true --timeline memory.png
 
     # with a reward model
-    python benchmarks/ppo_h200.py 1.5B-RM --assets-only
-    python benchmarks/ppo_h200.py 0.5B reward.model.path=/dev/shm/rankwise-models/1.5B-RM
+    python benchmarks/ppo_h200.py 1.5B-RM --words --assets-only --models /dev/shm/words
+    python benchmarks/ppo_h200.py 0.5B --words --models /dev/shm/words \\
+        reward.model.path=/dev/shm/words/1.5B-RM
 
     # an image in each prompt
     python benchmarks/ppo_h200.py 7B-VL engine.param_dtype=bfloat16 --prompts 64 --tokens 256
@@ -45,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import psutil
 from filelock import FileLock
 from omegaconf import DictConfig
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.harness import (
     MODELS,
@@ -72,6 +74,7 @@ STAGES = (
     "actor_update",
 )
 PROMPT_TOKENS = 64  # at most, without an image
+NUM_WORDS = 151_000  # of a tokenizer with --words
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_BETWEEN_SAMPLES = 0.02  # of the memory, for --timeline
 
@@ -84,15 +87,23 @@ def share_of_digits(prompt: str, response: str, row: dict) -> float:
 # ---- models and data ----
 
 
-def make_assets(directory: Path, num_prompts: int, size: tuple[int, int] | None = None) -> Path:
+def make_assets(
+    directory: Path,
+    num_prompts: int,
+    size: tuple[int, int] | None = None,
+    has_words: bool = False,
+) -> Path:
     """Make a tokenizer and prompts, unless they exist, and return the file of prompts.
 
-    size: height and width of the image of each prompt; None for prompts without images.
+    Args:
+        size: height and width of the image of each prompt; None for prompts without images.
+        has_words: make a tokenizer with a word for each token.
     """
     from examples.arithmetic import make_rows, make_tokenizer
 
     if not (directory / "tokenizer").exists():
-        make_tokenizer().save_pretrained(directory / "tokenizer")
+        tokenizer = make_word_tokenizer() if has_words else make_tokenizer()
+        tokenizer.save_pretrained(directory / "tokenizer")
     prompts = prompt_file(directory, num_prompts, size)
     if prompts.exists():
         return prompts
@@ -104,6 +115,29 @@ def make_assets(directory: Path, num_prompts: int, size: tuple[int, int] | None 
             row["images"] = [draw_picture(picture_folder(directory, size) / f"{i}.png", i, size)]
     write_lines(prompts, rows)
     return prompts
+
+
+def make_word_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that encodes the text of a response as the tokens that it came from.
+
+    The one of examples/arithmetic.py has 262 tokens, and nearly all tokens of these responses have
+    no text in it, so a reward model would have little to read.
+    """
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    from examples.arithmetic import CHAT_TEMPLATE
+
+    vocabulary = {f"w{number}": number for number in range(NUM_WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    markers = ("<|im_start|>", "<|im_end|>", "<|pad|>")
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in markers])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def picture_folder(directory: Path, size: tuple[int, int]) -> Path:
@@ -219,7 +253,7 @@ def run_settings(arguments: argparse.Namespace, size: tuple[int, int] | None) ->
     """Return the settings of the run. Makes its prompts."""
     from benchmarks.shapes import PIXELS_PER_TOKEN
 
-    prompts = make_assets(arguments.assets, arguments.prompts, size)
+    prompts = make_assets(arguments.assets, arguments.prompts, size, arguments.words)
     num_image_tokens = size[0] * size[1] // PIXELS_PER_TOKEN if size else 0
     return [
         f"data.train_files={prompts}",
@@ -345,6 +379,11 @@ def parse_arguments() -> argparse.Namespace:
         "--assets-only",
         action="store_true",
         help="make the tokenizer, the prompts and their cache, for another machine",
+    )
+    parser.add_argument(
+        "--words",
+        action="store_true",
+        help="a tokenizer with a word for each token, for models that have none yet",
     )
     parser.add_argument(
         "--trl",

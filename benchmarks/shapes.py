@@ -139,7 +139,7 @@ def make_model(shape: str, directory: Path) -> Path:
 
 
 def write_model(shape: str, path: Path) -> None:
-    work = path.with_suffix(".tmp")
+    work = path.with_name(f"{path.name}.tmp")  # 1.5B and 1.5B-RM have the same stem
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     config = text_config(shape)
