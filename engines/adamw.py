@@ -16,6 +16,7 @@ do not use them because:
 * They compile each parameter's step on every device, so CPUs need a C++ compiler.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -277,7 +278,8 @@ def first_position(parameter: Tensor) -> int:
     _, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
-    elements_per_row = parameter[0].numel() if parameter.ndim > 1 else 1
+    # Of the shape, since parameter[0] would gather the whole parameter from all ranks.
+    elements_per_row = math.prod(parameter.shape[1:])
     return offset[0] * elements_per_row
 
 

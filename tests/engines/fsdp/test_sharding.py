@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.fsdp.engine import FSDPEngine
@@ -27,6 +28,8 @@ class CountOperators(TorchDispatchMode):
         self.counts = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # DTensor comes back with what it does on the local parts.
         self.counts[str(function)] += 1
         return function(*args, **(kwargs or {}))
 
@@ -110,6 +113,25 @@ def test_one_unit_for_the_whole_model_changes_no_bit(folder, tmp_path, monkeypat
         assert whole.weights[name].equal(weight), name
     assert whole.num_reductions == 1
     assert layers.num_reductions > 1
+
+
+def gathers_beside_fsdp(model: Path, *settings: str) -> list[str]:
+    """Return what gathers in a step, other than FSDP itself."""
+    pairs = [f"model.path={model}", "engine.compute_dtype=bfloat16", *settings]
+    engine = FSDPEngine(make_config(model.parent, *pairs), torch.device("cpu"), total_steps=4)
+    batch = make_batch(1)
+    loss_fn = make_loss(len(batch.input_ids))
+    with CountOperators() as operators:
+        engine.train_batch(batch, loss_fn, 1, FOUR_MICRO_BATCHES)
+    assert any("c10d_functional.all_reduce" in name for name in operators.counts)  # the norm's
+    return [name for name in operators.counts if "c10d_functional.all_gather" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", ["engine.param_dtype=bfloat16", "optim.state_dtype=int8"])
+def test_an_update_gathers_no_weights(folder, tmp_path, settings):
+    found = on_ranks(2, tmp_path, gathers_beside_fsdp, folder / "qwen3", settings)
+    assert found == [[], []]
 
 
 def reports_own_group(model: Path, context_parallel_size: int | str) -> bool:
