@@ -35,6 +35,7 @@ import argparse
 import json
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -74,7 +75,9 @@ STAGES = (
     "actor_update",
 )
 PROMPT_TOKENS = 64  # at most, without an image
-NUM_WORDS = 151_000  # of a tokenizer with --words
+# Of the tokenizer with --words.
+SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"  # as byte-level tokenizers write it
+NUM_RESERVED = 300  # for bytes and markers
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_BETWEEN_SAMPLES = 0.02  # of the memory, for --timeline
 
@@ -91,18 +94,18 @@ def make_assets(
     directory: Path,
     num_prompts: int,
     size: tuple[int, int] | None = None,
-    has_words: bool = False,
+    vocab_size: int | None = None,
 ) -> Path:
     """Make a tokenizer and prompts, unless they exist, and return the file of prompts.
 
     Args:
         size: height and width of the image of each prompt; None for prompts without images.
-        has_words: make a tokenizer with a word for each token.
+        vocab_size: make a tokenizer with nearly as many tokens.
     """
     from examples.arithmetic import make_rows, make_tokenizer
 
     if not (directory / "tokenizer").exists():
-        tokenizer = make_word_tokenizer() if has_words else make_tokenizer()
+        tokenizer = make_word_tokenizer(vocab_size) if vocab_size else make_tokenizer()
         tokenizer.save_pretrained(directory / "tokenizer")
     prompts = prompt_file(directory, num_prompts, size)
     if prompts.exists():
@@ -117,27 +120,27 @@ def make_assets(
     return prompts
 
 
-def make_word_tokenizer() -> PreTrainedTokenizerFast:
+def make_word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer that encodes the text of a response as the tokens that it came from.
 
     The one of examples/arithmetic.py has 262 tokens, and nearly all tokens of these responses have
-    no text in it, so a reward model would have little to read.
+    no text in it, so a reward model would have little to read. Most of the tokens of this one are a
+    space and three letters.
     """
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from examples.arithmetic import byte_level_tokenizer
 
-    from examples.arithmetic import CHAT_TEMPLATE
-
-    vocabulary = {f"w{number}": number for number in range(NUM_WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    markers = ("<|im_start|>", "<|im_end|>", "<|pad|>")
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in markers])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|pad|>",
-        chat_template=CHAT_TEMPLATE,
-    )
+    num_merged = vocab_size - NUM_RESERVED
+    num_letters = 1
+    while sum((num_letters + 1) ** power for power in (1, 2, 3)) <= num_merged:
+        num_letters += 1
+    letters = string.ascii_letters[:num_letters]
+    merges = []
+    prefixes = [SPACE]
+    for _ in range(3):
+        pairs = [(prefix, letter) for prefix in prefixes for letter in letters]
+        prefixes = [prefix + letter for prefix, letter in pairs]
+        merges += pairs
+    return byte_level_tokenizer(merges)
 
 
 def picture_folder(directory: Path, size: tuple[int, int]) -> Path:
@@ -251,9 +254,10 @@ def shade_stages(axes, step: dict) -> None:
 
 def run_settings(arguments: argparse.Namespace, size: tuple[int, int] | None) -> list[str]:
     """Return the settings of the run. Makes its prompts."""
-    from benchmarks.shapes import PIXELS_PER_TOKEN
+    from benchmarks.shapes import PIXELS_PER_TOKEN, text_config
 
-    prompts = make_assets(arguments.assets, arguments.prompts, size, arguments.words)
+    vocab_size = text_config(arguments.shape).vocab_size if arguments.words else None
+    prompts = make_assets(arguments.assets, arguments.prompts, size, vocab_size)
     num_image_tokens = size[0] * size[1] // PIXELS_PER_TOKEN if size else 0
     return [
         f"data.train_files={prompts}",
@@ -383,7 +387,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--words",
         action="store_true",
-        help="a tokenizer with a word for each token, for models that have none yet",
+        help="a tokenizer with text for nearly all tokens, for models that have none yet",
     )
     parser.add_argument(
         "--trl",

@@ -183,12 +183,18 @@ def make_tokenizer():
 
     Each turn marker and each role name is a single token.
     """
+    return byte_level_tokenizer(merges=[])
+
+
+def byte_level_tokenizer(merges: list[tuple[str, str]]):
+    """Return a byte-level tokenizer with these merges, and with markers and roles of chats."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: i for i, character in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    texts = [*alphabet, *(first + second for first, second in merges)]
+    vocabulary = {text: i for i, text in enumerate(texts)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     markers = ("<|im_start|>", "<|im_end|>", "<|pad|>")

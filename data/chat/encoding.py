@@ -158,4 +158,5 @@ def tokenize_together(conversations: list[Conversation]) -> None:
         return
     batch_tokens = batch[0].chat.tokenize_batch([c.text for c in batch])
     for conversation, tokens in zip(batch, batch_tokens, strict=True):
-        conversation.tokens = tokens
+        if conversation.chat.first_dropped(conversation.text, tokens) is None:
+            conversation.tokens = tokens

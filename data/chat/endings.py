@@ -108,7 +108,7 @@ def read_call_tail(chat: ChatTokenizer, ids: frozenset[int]) -> str:
     renderings = map(chat.try_render, forms(CALL_PROBE))
     text = next(filter(None, renderings), "")
     call_end = max(text.rfind(part) for part in (ARGUMENT, FUNCTION_NAME, ANSWER))
-    after_call = chat.tokenize(text).between(call_end, text.find(QUESTION_2))
+    after_call = chat.tokenize_probe(text).between(call_end, text.find(QUESTION_2))
     end = after_call.first(ids)
     return "" if end is None else chat.added.get(after_call.ids[end], "")
 

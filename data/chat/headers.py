@@ -58,8 +58,8 @@ def read_header(chat: ChatTokenizer) -> Header:
     before_answer = history.partition(QUESTION)[2].partition(ANSWER)[0]
 
     # Both texts begin with the tokens that close the user's turn.
-    tokens = chat.tokenize(with_prompt)
-    bare_ids = chat.tokenize(without_prompt).ids
+    tokens = chat.tokenize_probe(with_prompt)
+    bare_ids = chat.tokenize_probe(without_prompt).ids
     num_common = len(os.path.commonprefix([tokens.ids, bare_ids]))
     closing = ""
     if 0 < num_common < len(tokens.ids):

@@ -67,7 +67,7 @@ def find_probe(chat: ChatTokenizer) -> list[dict] | None:
 def render_probe(chat: ChatTokenizer, messages: list[dict]) -> RenderedProbe:
     """Render the messages that find_probe() returned."""
     text = chat.try_render(messages)
-    tokens = chat.tokenize(text)
+    tokens = chat.tokenize_probe(text)
     question_end = text.index(QUESTION) + len(QUESTION)
     answer_end = text.index(ANSWER) + len(ANSWER)
     answer_2_end = text.index(ANSWER_2) + len(ANSWER_2)

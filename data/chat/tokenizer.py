@@ -11,6 +11,7 @@ import jinja2
 
 from common.end_tokens import read_end_ids
 from config import InputError
+from data.chat.coverage import first_dropped, probes, unknown_characters
 from data.chat.tokens import Tokens
 
 # The exceptions of Jinja templates that reject a conversation. raise_exception() raises a
@@ -34,6 +35,7 @@ class ChatTokenizer:
         end_ids: all tokens that end generation.
         added: id -> text of the tokens that were added to the vocabulary.
         special: the control tokens in `added`, except the unknown token.
+        drops_characters: whether there are characters that become no token at all.
         literals: the strings in the template's code that it may look for in texts.
         generation_prompts: cache of data.chat.headers.generation_prompt().
         reasoning_keys: caches of data.chat.reasoning.with_readable_reasoning().
@@ -62,6 +64,8 @@ class ChatTokenizer:
         # Nearly all texts contain none of these prefixes, and therefore no special tokens.
         self.special_prefixes = {text[:2] for text in self.special.values()}
         self.absorbs_spaces = any(token.lstrip or token.rstrip for token in added_tokens.values())
+
+        self.drops_characters = bool(unknown_characters(tokenizer, probes()))
 
         # Names that cannot be template arguments, because they are parameters of the method.
         self.parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
@@ -102,7 +106,7 @@ class ChatTokenizer:
         """Return the tokens of a text.
 
         Raises:
-            InputError: the text contains a lone surrogate.
+            InputError: the text contains a lone surrogate, or a character that would be dropped.
         """
         surrogate = LONE_SURROGATE.search(text)
         if surrogate:
@@ -110,7 +114,25 @@ class ChatTokenizer:
                 f"the text contains a lone surrogate, {surrogate[0]!r}, at position "
                 f"{surrogate.start()}: write the complete character, or remove it"
             )
-        return self.tokenize_batch([text], **options)[0]
+        tokens = self.tokenize_batch([text], **options)[0]
+        position = self.first_dropped(text, tokens)
+        if position is not None:
+            excerpt = text[max(0, position - 20) : position + 20]
+            unknown = unknown_characters(self.tokenizer, excerpt) or [text[position]]
+            raise InputError(
+                f"the tokenizer ({type(self.tokenizer).__name__}) has no token for "
+                f"{''.join(unknown)!r} in {excerpt!r}, and would drop it: use a tokenizer with "
+                "tokens for all bytes or an unknown token, or change the text"
+            )
+        return tokens
+
+    def first_dropped(self, text: str, tokens: Tokens) -> int | None:
+        """Return the position of the first character of a text that has no token, or None."""
+        return first_dropped(text, tokens) if self.drops_characters else None
+
+    def tokenize_probe(self, text: str) -> Tokens:
+        """Return the tokens of a text that is not the user's, and may therefore lose characters."""
+        return self.tokenize_batch([text])[0]
 
     def tokenize_batch(
         self, texts: list[str], add_special_tokens: bool = False, **options

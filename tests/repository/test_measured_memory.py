@@ -73,7 +73,9 @@ CASES = {
         Case("7B", f"{BF16} {TOKENS_8K}"),
         Case("7B", f"{BF16} {CHECKPOINTING}"),
         Case("1.5B", BF16),
+        Case("1.5B", BF16),
         Case("1.5B", ZERO2),
+        Case("0.5B", BF16),
         Case("0.5B", BF16),
         Case("0.5B", ZERO2),
         # the advice when memory runs out
@@ -109,6 +111,16 @@ CASES = {
         on_four("7B", f"{TP2} {TOKENS_8K} {BF16_GRADIENTS} {PP2}"),
         on_four("7B", f"{PP4} {TOKENS_8K} {BF16_GRADIENTS}"),
         Case("8B-A1B", f"{BF16} {TOKENS_8K} {AUX_LOSS}"),
+        # a later version on two GPUs
+        Case("7B", f"{BF16} {TOKENS_8K}"),
+        on_two("7B", f"{BF16} {TOKENS_8K} {ZERO2}"),
+        on_two("7B", f"{BF16} {TOKENS_8K}"),
+        on_two("7B", f"{BF16} {TOKENS_8K} engine.fsdp_size=1"),
+        on_two("7B", f"{TP2} {TOKENS_8K} {BF16_GRADIENTS}"),
+        on_two("7B", f"{PP2} {TOKENS_8K} {BF16_GRADIENTS}"),
+        on_two("7B", f"{DP2} {TOKENS_8K} {BF16_GRADIENTS}"),
+        Case("8B-A1B", f"{BF16} {TOKENS_8K} {AUX_LOSS}"),
+        # four H100
         Case("7B", f"{BF16} {TOKENS_8K} {CHECKPOINTING}"),
         on_four("7B", f"{BF16} {TOKENS_8K} {CHECKPOINTING} {ZERO2}"),
     ],

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from config import InputError, load
 from engines.model.routes import joined_parts, no_route, route_dtype
@@ -14,6 +15,9 @@ from tests.support.models import GROUPED_EXPERTS, make_model, write_model
 # 300 tokens of 6 prompts and short ones, in blocks of 16 tokens: vLLM preempts some requests.
 SMALL_CACHE = "rollout.kv_cache_gib=0.0012"
 LARGE_CACHE = "rollout.kv_cache_gib=0.1"
+# On one H200, 5 choices of some 5,000 differed: there, fp32 products round differently in vLLM and in
+# the trainer. The experts of another token would differ in a large part of all choices.
+SHARE_OF_TIES = 0.01 if torch.cuda.is_available() else 0
 LAUNCHES = {
     "plain": (1, "moe", LARGE_CACHE),
     "preempted": (1, "moe", SMALL_CACHE),
@@ -46,7 +50,7 @@ def test_vllm_records_the_experts_of_every_token(folder, name):
     for key, case in cases.items():
         assert case["missing"] == case["last"], key
         assert case["choices"] == case["expected_choices"], key
-        assert case["mismatches"] == 0, key
+        assert case["mismatches"] <= SHARE_OF_TIES * case["choices"], key
         assert case["dtype"] == ("torch.int16" if family == "grouped" else "torch.uint8")
     assert (cases["closed"]["closed_batch"] > 0) == (name != "ngram")
     assert cases["open"]["closed_batch"] == 0
