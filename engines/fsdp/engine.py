@@ -259,7 +259,7 @@ class FSDPEngine(Engine):
     def _clip_gradients(self) -> float:
         """Clip the gradients, and return their norm before clipping."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = sharding.full_tensor(nn.utils.get_total_norm(gradients))
+        norm = sharding.gradient_norm(gradients)
         if self.optim.clip_grad > 0:
             max_norm = self.optim.clip_grad
             norm_on_device = norm.to(gradients[0].device)

@@ -1,5 +1,7 @@
 """How FSDP2 divides a model over ranks."""
 
+from collections import defaultdict
+
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
 def shard(
@@ -155,3 +157,27 @@ def reshard(model: nn.Module) -> None:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor on every rank; return any other tensor unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradient_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the norm of all elements of all gradients, [] fp32 on the host. Called by all ranks.
+
+    torch.nn.utils.get_total_norm() would round the norm of bfloat16 gradients to bfloat16.
+    """
+    parts_by_layout: dict[tuple, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            layout = (gradient.device_mesh, gradient.placements)
+            parts_by_layout[layout].append(gradient.to_local())
+        else:
+            parts_by_layout[()].append(gradient)
+    squares = [torch.zeros(())]
+    for layout, parts in parts_by_layout.items():
+        norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
+        square = torch.stack(norms).square().sum()
+        if layout:
+            mesh, placements = layout
+            sums = [Partial() if isinstance(p, Shard) else Replicate() for p in placements]
+            square = DTensor.from_local(square, mesh, sums, run_check=False).full_tensor()
+        squares.append(square.cpu())
+    return torch.stack(squares).sum().sqrt()

@@ -15,8 +15,8 @@ from tests.support.models import GROUPED_EXPERTS, make_model, write_model
 # 300 tokens of 6 prompts and short ones, in blocks of 16 tokens: vLLM preempts some requests.
 SMALL_CACHE = "rollout.kv_cache_gib=0.0012"
 LARGE_CACHE = "rollout.kv_cache_gib=0.1"
-# On one H200, 5 choices of some 5,000 differed: there, fp32 products round differently in vLLM and in
-# the trainer. The experts of another token would differ in a large part of all choices.
+# On one H200, 5 choices of some 5,000 differed: fp32 products of vLLM and of the trainer round
+# differently there. The experts of another token would differ in a large part of all choices.
 SHARE_OF_TIES = 0.01 if torch.cuda.is_available() else 0
 LAUNCHES = {
     "plain": (1, "moe", LARGE_CACHE),

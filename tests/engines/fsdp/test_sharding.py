@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.fsdp.engine import FSDPEngine
+from engines.fsdp.sharding import gradient_norm
 from tests.engines.fsdp.cases import make_config
 from tests.support.ranks import on_ranks
 from tests.support.training import make_batch, make_loss
@@ -132,6 +135,24 @@ def gathers_beside_fsdp(model: Path, *settings: str) -> list[str]:
 def test_an_update_gathers_no_weights(folder, tmp_path, settings):
     found = on_ranks(2, tmp_path, gathers_beside_fsdp, folder / "qwen3", settings)
     assert found == [[], []]
+
+
+def norm_of_gradients() -> tuple[float, float]:
+    """Return the norm of bfloat16 gradients in all layouts, and the same from float64."""
+    generator = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(shape, generator=generator).bfloat16() for shape in [(3, 5), (7,), (4,)]]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layouts = [[Shard(0)], [Replicate()]]  # three rows on two ranks; copies
+    gradients = [distribute_tensor(whole, mesh, layout) for whole, layout in zip(wholes, layouts)]
+    expected = torch.cat([whole.flatten() for whole in wholes]).double().norm()
+    return gradient_norm([*gradients, wholes[2]]).item(), expected.item()
+
+
+@pytest.mark.slow
+def test_the_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16(tmp_path):
+    for norm, expected in on_ranks(2, tmp_path, norm_of_gradients):
+        assert norm == pytest.approx(expected, rel=1e-6)
+    assert gradient_norm([]) == 0
 
 
 def reports_own_group(model: Path, context_parallel_size: int | str) -> bool:
