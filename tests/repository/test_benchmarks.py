@@ -14,8 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer
 
-from benchmarks import grpo_vs_trl, sft_vs_trl
+from benchmarks import grpo_vs_trl, ppo_h200, sft_vs_trl
 from benchmarks.long_tails_simulation import Replica, Setting, Work
 from config import load
 from tests.support.launch import ROOT, run
@@ -274,6 +276,22 @@ def test_a_step_with_images_is_prepared(tmp_path):
     assert expected in done.stdout + done.stderr, done.stderr[-3000:]
     stats_file = next((tmp_path / "assets/cache").glob("*/stats.json"))
     assert json.loads(stats_file.read_text())["images"] == 2
+
+
+def test_a_reward_model_reads_what_a_policy_with_random_weights_writes(tmp_path):
+    """Also as transformers loads the tokenizer of a directory with a model of Qwen2."""
+    ppo_h200.make_word_tokenizer(vocab_size=1024).save_pretrained(tmp_path)
+    AutoConfig.for_model("qwen2").save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    texts = tokenizer.convert_ids_to_tokens(range(1024))
+    words = [i for i, text in enumerate(texts) if is_word(text)]
+    assert len(words) > 500
+    response = torch.tensor(words)[torch.randperm(len(words))].tolist()
+    assert tokenizer.encode(tokenizer.decode(response)) == response
+
+
+def is_word(text: str | None) -> bool:
+    return text is not None and text.startswith(ppo_h200.SPACE) and len(text) == 4
 
 
 def test_every_benchmark_is_run_or_has_a_reason():
