@@ -208,8 +208,14 @@ def set_up(config, grader):
 
 
 def check_first_rows(run, grader) -> None:
-    """Let the grader check the first row of each data set, and print its notices on rank 0."""
-    notices = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}
+    """Let the grader check the rows of each data set, and print its notices on rank 0.
+
+    It gets the first row, and the columns that have a value in any row.
+    """
+    from data.columns import filled_columns
+
+    datasets = [prompts for prompts in (run.train, run.val) if prompts]
+    notices = {grader.check(prompts[0].row, filled_columns(prompts)) for prompts in datasets}
     for notice in notices:
         if notice and run.rank == 0:
             print(notice, flush=True)
