@@ -158,6 +158,7 @@ def set_up(config, grader):
     from engines.parallel.device import on_rank0
     from job.end_tokens import warn_of_end_token
     from job.models import check_token_ids, report_unused_mtp
+    from job.resume import IDENTITY_OF_REFERENCE
     from job.run import Run
     from rl import models
     from rl.teacher import check_rows
@@ -195,6 +196,9 @@ def set_up(config, grader):
         "algorithm.adv_estimator": config.algorithm.adv_estimator,
         "critic": models.uses_critic(config),
     }
+    reference = on_rank0(models.reference_fingerprint, config)
+    if reference:
+        identity[IDENTITY_OF_REFERENCE] = reference
     progress = PpoProgress(
         identity=identity,
         tokenization=identify_tokens(config, OPTIONS),
