@@ -158,7 +158,6 @@ def set_up(config, grader):
     from engines.parallel.device import on_rank0
     from job.end_tokens import warn_of_end_token
     from job.models import check_token_ids, report_unused_mtp
-    from job.resume import IDENTITY_OF_REFERENCE
     from job.run import Run
     from rl import models
     from rl.teacher import check_rows
@@ -189,6 +188,25 @@ def set_up(config, grader):
     run.plan_memory(models.role_configs(config))
     check_vllm_model(config)
     run.start_profiler(models.hooked_stages(config, run.hardware.device_type))
+    progress = PpoProgress(
+        identity=identify_run(run, hf_config),
+        tokenization=identify_tokens(config, OPTIONS),
+        export_dtype=config.engine.compute_dtype,
+        lora=adapter(config, run.base_name),
+        kl_coef=config.algorithm.kl_ctrl.kl_coef,
+    )
+    run.find_checkpoint(progress)
+    on_rank0(check_open_groups, config, run.resume_from, hf_config.get_text_config().vocab_size)
+    return run
+
+
+def identify_run(run, hf_config) -> dict:
+    """Return the settings that must not change when a run resumes."""
+    from engines.parallel.device import on_rank0
+    from job.resume import IDENTITY_OF_REFERENCE
+    from rl import models
+
+    config = run.config
     identity = identify(config, hf_config, run.train) | run.order.identity
     identity |= {
         "rollout.n": config.rollout.n,
@@ -199,16 +217,7 @@ def set_up(config, grader):
     reference = on_rank0(models.reference_fingerprint, config)
     if reference:
         identity[IDENTITY_OF_REFERENCE] = reference
-    progress = PpoProgress(
-        identity=identity,
-        tokenization=identify_tokens(config, OPTIONS),
-        export_dtype=config.engine.compute_dtype,
-        lora=adapter(config, run.base_name),
-        kl_coef=config.algorithm.kl_ctrl.kl_coef,
-    )
-    run.find_checkpoint(progress)
-    on_rank0(check_open_groups, config, run.resume_from, hf_config.get_text_config().vocab_size)
-    return run
+    return identity
 
 
 def check_first_rows(run, grader) -> None:
