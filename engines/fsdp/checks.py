@@ -23,7 +23,7 @@ from engines.fsdp.attention import gathers_keys
 from engines.fsdp.recurrence import recurrent_layers
 from engines.heads import Head
 from engines.model import experts, float8, freeze, lora, mtp
-from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.hf import build_on_meta, layer_modules, read_hf_config
 from engines.model.lengths import check_rope, check_windows
 from engines.model.logits import logit_constants
 from engines.model.model_files import is_only_described
@@ -58,6 +58,8 @@ def check_model_and_layout(config: DictConfig, world_size: int, head: Head, repo
     tracing.check_forward_pass(hf, config)
     freeze.apply(config, hf, head, reports=reports)
     lora.check_config(config, hf)
+    layers = layer_modules(hf, hf.get_decoder())
+    optimizer.check_muon_parameters(config, hf, layers, head is Head.VALUES)
     float8.check(hf, config, reports)
     return hf_config
 
