@@ -34,7 +34,7 @@ from data.lengths import kept_tokens
 from data.records import Records
 from data.rows import has_prompt_column, read_messages, template_inputs
 from data.selection import Selection
-from data.shapes import read_shape
+from data.shapes import chats_in_text, read_shape
 from data.sources import read_file_rows
 from data.tokenization import CacheSpec, read_uses, tokenize_to_cache
 
@@ -239,14 +239,17 @@ def encode_teacher_prompt(
 ) -> RowCoroutine[EncodedPrompt]:
     """Encode the prompt in the column data.teacher_prompt_key: a string or a list of messages.
 
-    It has the tools, the template's arguments and the system message of the row.
+    The list may be JSON text, as in the policy's prompts. The prompt has the tools, the template's
+    arguments and the system message of the row.
     """
     key = options.teacher_prompt_key
     value = row.get(key)
     if not value:
         raise InputError(f'"{key}" is missing or empty, and data.teacher_prompt_key={key} names it')
-    teacher_row = row | {options.messages_key: None, options.prompt_key: value}
     try:
+        as_prompt = {options.prompt_key: value}
+        as_prompt |= chats_in_text(as_prompt, options)
+        teacher_row = row | {options.messages_key: None} | as_prompt
         return (yield from encode_prompt(teacher_row, chat, options, folder))
     except InputError as error:
         raise InputError(f"data.teacher_prompt_key={key}: {error}") from error

@@ -611,6 +611,17 @@ def test_the_prompt_that_a_teacher_sees(make, tmp_path):
     assert [prompt.teacher_ids for prompt in without] == [None, None]
 
 
+def test_the_prompt_of_a_teacher_may_be_json_text(make, tmp_path):
+    messages = [user("7: 3+4=")]
+    rows = [{"prompt": "3+4=", "hint": hint} for hint in (messages, json.dumps(messages))]
+    file = write(tmp_path / "rows.jsonl", rows)
+    first, second = PromptDataset.load(make(file, teacher_prompt_key="hint"))
+    assert first.teacher_ids == second.teacher_ids
+    file = write(tmp_path / "rows.jsonl", [{"prompt": "3+4=", "hint": str(messages)}])
+    with pytest.raises(InputError, match="data.teacher_prompt_key=hint: .* the notation of Python"):
+        make(file, teacher_prompt_key="hint")
+
+
 def test_a_long_prompt_of_a_teacher_is_treated_as_prompts_are(make, tmp_path):
     rows = [
         {"messages": [user("1+1=")], "hint": "2" * 30 + " 1+1="},
