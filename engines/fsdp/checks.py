@@ -3,6 +3,7 @@
 Once the model is loaded, engines/model/guard.py checks numerically that it is computed correctly.
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -61,7 +62,23 @@ def check_model_and_layout(config: DictConfig, world_size: int, head: Head, repo
     layers = layer_modules(hf, hf.get_decoder())
     optimizer.check_muon_parameters(config, hf, layers, head is Head.VALUES)
     float8.check(hf, config, reports)
+    if reports and not freeze.is_critic(config, head):
+        report_unused_dtype(config)
     return hf_config
+
+
+def report_unused_dtype(config: DictConfig) -> None:
+    """Print on rank 0 that engine.param_dtype does not apply to adapters, if it is set."""
+    lora_dtype = config.model.lora.dtype
+    engine = config.engine
+    is_unused = config.model.lora.rank > 0 and engine.param_dtype not in ("float32", lora_dtype)
+    if is_unused and int(os.environ.get("RANK", 0)) == 0:
+        print(
+            f"engine.param_dtype={engine.param_dtype} does not apply with model.lora: the adapters "
+            f"have model.lora.dtype={lora_dtype}, and the frozen weights "
+            f"engine.compute_dtype={engine.compute_dtype}",
+            flush=True,
+        )
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
