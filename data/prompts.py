@@ -24,7 +24,7 @@ from data.chat.forms import has_image, text_of
 from data.chat.losses import Loss
 from data.chat.lost import find_losses, located_pieces, must_be_dropped, plain_row_losses
 from data.chat.part_fields import lost_part_fields
-from data.chat.placeholders import RowImages, tokens_with_images
+from data.chat.placeholders import RowImages, check_reads_images, tokens_with_images
 from data.chat.plain_text import check_no_images, tokenize_plain
 from data.chat.tokenizer import ChatTokenizer
 from data.columns import describe_use
@@ -218,6 +218,8 @@ def encode_prompt(
         losses = [*lost_part_fields(without_reply(messages, row, options))]
         messages, sources = place_images(messages, row.get(options.images_key), options.images_key)
         turns = without_reply(messages, row, options)
+        sources = sources[: count_images(turns)]
+        check_reads_images(sources, chat)
         inputs = template_inputs(row, chat.parameters, options)
         conversation = Conversation(turns, chat, inputs, add_generation_prompt=True)
         yield conversation
@@ -225,7 +227,6 @@ def encode_prompt(
         if must_be_dropped(losses, options.lost_fields, conversation.messages):
             return EncodedPrompt([], "", "", RowImages(), losses, is_dropped=True)
         check_asks_for_turn(conversation)
-        sources = sources[: count_images(turns)]
         tokens, images = tokens_with_images(conversation, sources, options, folder)
         question = last_user_text(turns)
         prompt = EncodedPrompt(tokens.ids, conversation.text, question, images, losses)
