@@ -1051,8 +1051,8 @@ def test_functions_of_verl_and_trl_are_called_as_these_do(make, file):
 def test_a_column_that_a_parameter_would_not_get_is_an_error(make, tmp_path, parameters):
     file = tmp_path / "optional.py"
     file.write_text(f"def f({parameters}):\n    return 1.0\n")
-    with closing(make(f"{file}:f", 1, SLACK)) as grader:
-        for row, columns in (({"hint": 5}, []), ({}, ["hint"])):
+    for row, columns in (({"hint": 5}, []), ({}, ["hint"])):
+        with closing(make(f"{file}:f", 1, SLACK)) as grader:
             with pytest.raises(InputError, match="hint would keep its default, although rows have"):
                 grader.check(row, columns)
     for row in ({"hint": None}, {"hint": ""}, {}):
