@@ -188,15 +188,8 @@ def set_up(config, grader):
     run.plan_memory(models.role_configs(config))
     check_vllm_model(config)
     run.start_profiler(models.hooked_stages(config, run.hardware.device_type))
-    identity = identify(config, hf_config, run.train) | run.order.identity
-    identity |= {
-        "rollout.n": config.rollout.n,
-        "rollout.partial.enable": config.rollout.partial.enable,
-        "algorithm.adv_estimator": config.algorithm.adv_estimator,
-        "critic": models.uses_critic(config),
-    }
     progress = PpoProgress(
-        identity=identity,
+        identity=identify_run(run, hf_config),
         tokenization=identify_tokens(config, OPTIONS),
         export_dtype=config.engine.compute_dtype,
         lora=adapter(config, run.base_name),
@@ -207,9 +200,35 @@ def set_up(config, grader):
     return run
 
 
+def identify_run(run, hf_config) -> dict:
+    """Return the settings that must not change when a run resumes."""
+    from engines.parallel.device import on_rank0
+    from job.resume import IDENTITY_OF_REFERENCE
+    from rl import models
+
+    config = run.config
+    identity = identify(config, hf_config, run.train) | run.order.identity
+    identity |= {
+        "rollout.n": config.rollout.n,
+        "rollout.partial.enable": config.rollout.partial.enable,
+        "algorithm.adv_estimator": config.algorithm.adv_estimator,
+        "critic": models.uses_critic(config),
+    }
+    reference = on_rank0(models.reference_fingerprint, config)
+    if reference:
+        identity[IDENTITY_OF_REFERENCE] = reference
+    return identity
+
+
 def check_first_rows(run, grader) -> None:
-    """Let the grader check the first row of each data set, and print its notices on rank 0."""
-    notices = {grader.check(prompts[0].row) for prompts in (run.train, run.val) if prompts}
+    """Let the grader check the rows of each data set, and print its notices on rank 0.
+
+    It gets the first row, and the columns that have a value in any row.
+    """
+    from data.columns import filled_columns
+
+    datasets = [prompts for prompts in (run.train, run.val) if prompts]
+    notices = {grader.check(prompts[0].row, filled_columns(prompts)) for prompts in datasets}
     for notice in notices:
         if notice and run.rank == 0:
             print(notice, flush=True)

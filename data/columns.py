@@ -303,6 +303,14 @@ def check_column_keys(options, datasets: Mapping[str, Any]) -> None:
         )
 
 
+def filled_columns(dataset) -> set[str]:
+    """Return the columns that have a value in some row of a TokenDataset or PromptDataset."""
+    columns: set[str] = set()
+    for use in dataset.uses:
+        columns |= {*use["columns"], *use["other_columns"]}
+    return columns
+
+
 def unused_row_lines(stats: dict, limit: str, truncation: str) -> Iterator[str]:
     """Yield a line for each reason for which rows are cut or not used.
 

@@ -84,6 +84,30 @@ def check_function(function: dict, name: str) -> None:
         )
 
 
+def check_call_arguments(message: dict, name: str) -> None:
+    """Raise InputError for arguments of a call as JSON text that would not be learned as written.
+
+    An object with a key twice would lose one of the values, and any other JSON than an object would
+    become a text. A text that is not JSON is the template's affair.
+    """
+    for i, call in enumerate(message.get("tool_calls") or ()):
+        arguments = (call.get("function") or call).get("arguments")
+        if not isinstance(arguments, str) or not arguments.strip():
+            continue
+        place = f'"{name}.tool_calls[{i}].arguments"'
+        try:
+            value = parse_json(arguments)
+        except InputError as error:
+            raise InputError(f"{place}: {error}") from None
+        except ValueError:
+            continue
+        if not isinstance(value, dict):
+            raise InputError(
+                f"{place} is {arguments[:40]!r}: the arguments of tool calls must be an object, or "
+                "an object as JSON text"
+            )
+
+
 def is_tool_call(call) -> bool:
     return isinstance(call, dict) and isinstance(call.get("function") or call, dict)
 

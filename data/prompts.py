@@ -24,7 +24,7 @@ from data.chat.forms import has_image, text_of
 from data.chat.losses import Loss
 from data.chat.lost import find_losses, located_pieces, must_be_dropped, plain_row_losses
 from data.chat.part_fields import lost_part_fields
-from data.chat.placeholders import RowImages, tokens_with_images
+from data.chat.placeholders import RowImages, check_reads_images, tokens_with_images
 from data.chat.plain_text import check_no_images, tokenize_plain
 from data.chat.tokenizer import ChatTokenizer
 from data.columns import describe_use
@@ -34,12 +34,12 @@ from data.lengths import kept_tokens
 from data.records import Records
 from data.rows import has_prompt_column, read_messages, template_inputs
 from data.selection import Selection
-from data.shapes import read_shape
+from data.shapes import chats_in_text, read_shape
 from data.sources import read_file_rows
 from data.tokenization import CacheSpec, read_uses, tokenize_to_cache
 
 # Part of a cache's name. Increase it when encode_prompt() or the files of a cache change.
-VERSION = "prompts 11"
+VERSION = "prompts 12"
 # The keys of the section `data` that prompts depend on.
 OPTIONS = (
     "messages_key",
@@ -218,6 +218,8 @@ def encode_prompt(
         losses = [*lost_part_fields(without_reply(messages, row, options))]
         messages, sources = place_images(messages, row.get(options.images_key), options.images_key)
         turns = without_reply(messages, row, options)
+        sources = sources[: count_images(turns)]
+        check_reads_images(sources, chat)
         inputs = template_inputs(row, chat.parameters, options)
         conversation = Conversation(turns, chat, inputs, add_generation_prompt=True)
         yield conversation
@@ -225,7 +227,6 @@ def encode_prompt(
         if must_be_dropped(losses, options.lost_fields, conversation.messages):
             return EncodedPrompt([], "", "", RowImages(), losses, is_dropped=True)
         check_asks_for_turn(conversation)
-        sources = sources[: count_images(turns)]
         tokens, images = tokens_with_images(conversation, sources, options, folder)
         question = last_user_text(turns)
         prompt = EncodedPrompt(tokens.ids, conversation.text, question, images, losses)
@@ -239,14 +240,17 @@ def encode_teacher_prompt(
 ) -> RowCoroutine[EncodedPrompt]:
     """Encode the prompt in the column data.teacher_prompt_key: a string or a list of messages.
 
-    It has the tools, the template's arguments and the system message of the row.
+    The list may be JSON text, as in the policy's prompts. The prompt has the tools, the template's
+    arguments and the system message of the row.
     """
     key = options.teacher_prompt_key
     value = row.get(key)
     if not value:
         raise InputError(f'"{key}" is missing or empty, and data.teacher_prompt_key={key} names it')
-    teacher_row = row | {options.messages_key: None, options.prompt_key: value}
     try:
+        as_prompt = {options.prompt_key: value}
+        as_prompt |= chats_in_text(as_prompt, options)
+        teacher_row = row | {options.messages_key: None} | as_prompt
         return (yield from encode_prompt(teacher_row, chat, options, folder))
     except InputError as error:
         raise InputError(f"data.teacher_prompt_key={key}: {error}") from error

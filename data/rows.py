@@ -8,6 +8,7 @@ from config import InputError
 from data.chat.forms import is_list_of_texts, text_of
 from data.messages import (
     BOOLEAN_TEXTS,
+    check_call_arguments,
     check_message,
     check_other_loss_keys,
     check_parts_without_loss_keys,
@@ -127,6 +128,7 @@ def read_message(message, name: str, ignored_fields) -> dict:
     if is_sharegpt_message(message):
         message = convert_sharegpt(message, name)
     check_message(message, name)
+    check_call_arguments(message, name)
     return message
 
 

@@ -42,11 +42,18 @@ class Shape(NamedTuple):
 
 
 def read_alpaca(row: dict, with_response: bool) -> dict | None:
-    """Read the columns instruction, input, output and history, pairs of question and answer."""
-    has_columns = all(row.get(key) is not None for key in ("instruction", "output"))
-    if row.get("prompt") is not None or not has_columns:
+    """Read the columns instruction, input, output and history, pairs of question and answer.
+
+    A prompt needs no output if it has an input, a context or a history.
+    """
+    if row.get("prompt") is not None or row.get("instruction") is None:
         return None
-    return alpaca_messages(row, "output")
+    if row.get("output") is not None:
+        return alpaca_messages(row, "output")
+    belongs_to_prompt = [row.get(key) is not None for key in ("input", "context", "history")]
+    if with_response or not any(belongs_to_prompt):
+        return None
+    return alpaca_messages(row | {"output": ""}, "output")
 
 
 def read_dolly(row: dict, with_response: bool) -> dict | None:

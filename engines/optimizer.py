@@ -204,10 +204,7 @@ def build(
     """
     optim = config.optim
     groups = parameter_groups(model, layers, optim.weight_decay)
-    has_hidden = bool(groups[0]["params"])
     make = find_optimizer(optim)
-    if optim.name == "muon" and not has_hidden:
-        make = adamw  # model.freeze leaves no parameter for Muon
     optimizers = make(
         params=[group for group in groups if group["params"]],
         lr=optim.lr,
@@ -278,6 +275,35 @@ def check_muon(kwargs: DictConfig) -> None:
         problem = MUON_RULES[name].problem(value) if name in MUON_RULES else None
         if problem:
             raise InputError(f"optim.kwargs.{name}={value} {problem}")
+
+
+def check_muon_parameters(
+    config: DictConfig, model: nn.Module, layers: list[nn.Module], has_value_head: bool
+) -> None:
+    """Raise InputError if Muon, or the AdamW beside it, has no parameter to update.
+
+    Args:
+        model: the model on the meta device, with its adapters and frozen parameters.
+        layers: its decoder layers.
+        has_value_head: whether it also trains a value head, which may be frozen in this model.
+    """
+    optim = config.optim
+    if optim.name != "muon":
+        return
+    hidden, *rest = parameter_groups(model, layers, optim.weight_decay)
+    if not hidden["params"]:
+        raise InputError(
+            f"optim.name=muon has nothing to update: model.freeze={list(config.model.freeze)} "
+            "leaves no matrix of the decoder's layers. Set optim.name=adamw"
+        )
+    if has_value_head or any(group["params"] for group in rest):
+        return
+    for key in ("betas", "eps"):
+        if optim[key] != defaults("optim")[key]:
+            raise InputError(
+                f"optim.{key}={optim[key]} has no effect with optim.name=muon, which updates all "
+                "trained parameters of this run: leave it out"
+            )
 
 
 def check_optimizer(config: DictConfig) -> None:

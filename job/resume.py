@@ -18,6 +18,10 @@ OVERRIDABLE = (
     "algorithm.adv_estimator",
 )
 
+# The fingerprint of model.path while it is the reference of train_ppo.py. It is compared only if
+# both runs have it: a run may start or stop using a reference, or name another one.
+IDENTITY_OF_REFERENCE = "the reference in model.path"
+
 
 def find_resume(config, latest: Path | None, fresh: Progress, total_steps: int) -> Path | None:
     """Return the checkpoint to continue from, or None.
@@ -135,7 +139,8 @@ def check_identity(config, path: Path, saved: Progress, fresh: Progress) -> bool
     """
     old = compared_settings(config, saved)
     new = compared_settings(config, fresh)
-    changed = [key for key, value in new.items() if old.get(key) != value]
+    ignored = {IDENTITY_OF_REFERENCE} - old.keys()
+    changed = [key for key, value in new.items() if key not in ignored and old.get(key) != value]
     for key in changed:
         change = describe_change(key, old.get(key), new[key])
         name = "it"

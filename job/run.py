@@ -95,6 +95,7 @@ class Run:
         """Join the other ranks, claim the output directory and find the models."""
         trainer = config.trainer
         setup.check_validation(config)
+        setup.check_names(config)
         check_order_settings(config)
         check_assumptions(config)
         # Only then handle signals: Python would not run a handler while this waits for other ranks.

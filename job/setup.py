@@ -51,6 +51,23 @@ def check_validation(config) -> None:
         )
 
 
+def check_names(config) -> None:
+    """Raise InputError for a name that only wandb reads, if it is not among the loggers."""
+    from config import CONFIGS
+    from configs.files import SCRIPTS, read_defaults
+
+    if "wandb" in config.trainer.logger:
+        return
+    defaults = [read_defaults(CONFIGS / f"{script}.yaml").trainer for script in SCRIPTS]
+    for key in ("project_name", "experiment_name"):
+        value = config.trainer[key]
+        if value not in [trainer[key] for trainer in defaults]:
+            raise InputError(
+                f"trainer.{key}={value} does nothing without wandb in trainer.logger: add it, or "
+                f"leave out trainer.{key}"
+            )
+
+
 def write_config(config) -> None:
     """Write config.yaml, without secrets, to the output directory."""
     from omegaconf import OmegaConf

@@ -4,6 +4,7 @@ These are a critic, a reference, a teacher and a reward model.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +16,7 @@ from engines.build import engine_class
 from engines.heads import Head
 from engines.model.experts import with_own_experts
 from engines.model.hf import read_hf_config
+from engines.model.model_files import fingerprint, is_only_described
 from engines.reference import check_same_vocabulary, reference_config
 from engines.teacher_settings import teacher_paths, teacher_roles, uses_teacher
 from engines.teaching import teacher_config, without_teacher
@@ -41,6 +43,18 @@ def uses_reference(config: DictConfig) -> bool:
     if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
         return True
     return "ref_log_probs" in inputs_read(config, "adv_estimator", "loss_mode")
+
+
+def reference_fingerprint(config: DictConfig) -> str | None:
+    """Return a fingerprint of model.path if it is the reference, which checkpoints lack; else None.
+
+    With adapters, the reference consists of the frozen weights, which have a fingerprint anyway.
+    For rank 0, which reads the files.
+    """
+    is_model_path = not config.reference.path and not config.model.lora.rank
+    if not uses_reference(config) or not is_model_path or is_only_described(config):
+        return None
+    return fingerprint(Path(config.model.path))
 
 
 def longest_response(config: DictConfig) -> int:

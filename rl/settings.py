@@ -304,6 +304,12 @@ def check_episodes(config: DictConfig) -> None:
             "an episode: its prompt, all turns and the results of tools. A single turn takes up to "
             f"{one_turn} tokens (data.max_prompt_length + rollout.max_tokens)"
         )
+    if config.data.truncation in ("left", "right"):
+        raise InputError(
+            f"data.truncation={config.data.truncation} does nothing with rollout.episode={episode},"
+            " which gets the whole row: set data.truncation=drop or error, or raise "
+            "data.max_prompt_length"
+        )
     if config.model.images:
         raise InputError(
             f"rollout.episode={episode} does not work with model.images=true yet: set "

@@ -99,6 +99,11 @@ def check_teacher_settings(config: DictConfig) -> None:
     if prompt_key is None:
         return
     setting = f"data.teacher_prompt_key={prompt_key}"
+    if is_self_taught(config) and prompt_key == config.data.prompt_key:
+        raise InputError(
+            f"algorithm.distill.teacher=self teaches nothing with {setting}, which is the policy's "
+            "own prompt (data.prompt_key): name a column with another prompt"
+        )
     if config.rollout.episode:
         raise InputError(
             f"{setting} does not work with rollout.episode={config.rollout.episode}, which makes "

@@ -11,7 +11,7 @@ from data.chat.conversation import Conversation
 from data.chat.losses import EMPTY, Loss
 from data.chat.lost import empty_answers, find_losses, must_be_dropped, plain_row_losses
 from data.chat.part_fields import lost_part_fields
-from data.chat.placeholders import RowImages, tokens_with_images
+from data.chat.placeholders import RowImages, check_reads_images, tokens_with_images
 from data.chat.plain_text import check_no_images, encode_pair
 from data.chat.spans import find_spans
 from data.chat.tokenizer import LONE_SURROGATE, ChatTokenizer
@@ -82,6 +82,7 @@ def encode(
         turns = learned_turns(messages, options.train_on)
         losses = [*lost_part_fields(messages)]
         messages, sources = place_images(messages, row.get(options.images_key), options.images_key)
+        check_reads_images(sources, chat)  # The template would complain about something else.
         conversation = Conversation(messages, chat, template_inputs(row, chat.parameters, options))
         yield conversation
         losses += [*find_losses(conversation), *empty_answers(conversation, turns)]

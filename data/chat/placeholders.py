@@ -12,6 +12,7 @@ import numpy as np
 from config import InputError
 from data.chat.conversation import Conversation
 from data.chat.forms import has_image, text_of
+from data.chat.tokenizer import ChatTokenizer
 from data.chat.tokens import Tokens
 from data.images.sources import IMAGE, MARK, file_of, read_image
 
@@ -69,11 +70,7 @@ def tokens_with_images(
         check_no_stray_placeholders(conversation, tokens, sources, options)
     if not sources:
         return tokens, RowImages()
-    if processor is None:
-        raise InputError(
-            "the row has images: set model.images=true, which train_sft.py and train_ppo.py "
-            "accept, or remove them"
-        )
+    check_reads_images(sources, conversation.chat)
     if tokens is not conversation.tokens:
         raise InputError(
             "the row has images and a text with special tokens, which cannot be escaped in a row "
@@ -86,6 +83,15 @@ def tokens_with_images(
     paths = [file_of(source, folder) for source in sources]
     files = [str(path) for path in paths if path]
     return expanded_tokens, RowImages(is_image_token, images, files)
+
+
+def check_reads_images(sources: list, chat: ChatTokenizer) -> None:
+    """Raise InputError if a row has images, and the model reads only text."""
+    if sources and chat.processor is None:
+        raise InputError(
+            "the row has images: set model.images=true, which train_sft.py and train_ppo.py "
+            "accept, or remove them"
+        )
 
 
 def check_no_stray_placeholders(

@@ -238,11 +238,24 @@ def without_pixels(row: dict, key: str) -> dict:
 
     Args:
         key: the column of images.
+
+    Raises:
+        InputError: a value has other bytes than those of an image.
     """
-    stripped = {name: strip_pixels(value, "") for name, value in row.items() if name != key}
-    if key in row:
-        stripped[key] = strip_pixels(row[key], "image")
-    return {name: stripped[name] for name in row}
+    stripped = {}
+    for column, value in row.items():
+        try:
+            stripped[column] = strip_pixels(value, "image" if column == key else "")
+        except OtherBytesError as error:
+            raise InputError(
+                f'the row cannot be stored as JSON: the column "{column}" has the bytes '
+                f"{str(error)[:40]}. Write them as a text, or leave them out"
+            ) from None
+    return stripped
+
+
+class OtherBytesError(Exception):
+    """A value has bytes that are not those of an image."""
 
 
 def strip_pixels(value, name: str):
@@ -253,15 +266,46 @@ def strip_pixels(value, name: str):
         return {key: strip_pixels(inner, key) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [strip_pixels(item, name) for item in value]
-    if name in SOURCES:
-        column = parse_column(value)
-        if column is not value:
-            return json.dumps(strip_pixels(column, name))
-        if is_data_url(value):
-            return None
-    if name == "base64" or isinstance(value, (bytes, Image)):
+    if isinstance(value, Image):
         return None
+    if isinstance(value, bytes):
+        if name not in SOURCES and not is_image_file(value):
+            raise OtherBytesError(value)
+        return None
+    if name in SOURCES and isinstance(value, str):
+        return strip_encoded_pixels(value, name)
     return value
+
+
+def strip_encoded_pixels(text: str, name: str) -> str | None:
+    """Do the same for a text: a list of images as JSON, a data URL or base64. Others are kept."""
+    column = parse_column(text)
+    if column is not text:
+        stripped = strip_pixels(column, name)
+        return text if stripped == column else json.dumps(stripped)
+    encoded = text.partition(",")[2] if is_data_url(text) else text
+    is_encoded = is_data_url(text) or name == "base64"
+    return None if is_encoded and is_base64_of_image(encoded) else text
+
+
+def is_base64_of_image(text: str) -> bool:
+    try:
+        return is_image_file(base64.b64decode(text))
+    except ValueError:
+        return False
+
+
+def is_image_file(content: bytes) -> bool:
+    """Return whether bytes begin like the file of an image, in any format that Pillow knows."""
+    from PIL import Image
+
+    try:
+        Image.open(BytesIO(content)).close()
+    except Image.DecompressionBombError:
+        return True  # a very large one
+    except (OSError, ValueError, SyntaxError):
+        return False
+    return True
 
 
 # -- one image -------------------------------------------------------------------------------------

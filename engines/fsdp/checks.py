@@ -3,6 +3,7 @@
 Once the model is loaded, engines/model/guard.py checks numerically that it is computed correctly.
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from engines.fsdp.attention import gathers_keys
 from engines.fsdp.recurrence import recurrent_layers
 from engines.heads import Head
 from engines.model import experts, float8, freeze, lora, mtp
-from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.hf import build_on_meta, layer_modules, read_hf_config
 from engines.model.lengths import check_rope, check_windows
 from engines.model.logits import logit_constants
 from engines.model.model_files import is_only_described
@@ -58,8 +59,26 @@ def check_model_and_layout(config: DictConfig, world_size: int, head: Head, repo
     tracing.check_forward_pass(hf, config)
     freeze.apply(config, hf, head, reports=reports)
     lora.check_config(config, hf)
+    layers = layer_modules(hf, hf.get_decoder())
+    optimizer.check_muon_parameters(config, hf, layers, head is Head.VALUES)
     float8.check(hf, config, reports)
+    if reports and not freeze.is_critic(config, head):
+        report_unused_dtype(config)
     return hf_config
+
+
+def report_unused_dtype(config: DictConfig) -> None:
+    """Print on rank 0 that engine.param_dtype does not apply to adapters, if it is set."""
+    lora_dtype = config.model.lora.dtype
+    engine = config.engine
+    is_unused = config.model.lora.rank > 0 and engine.param_dtype not in ("float32", lora_dtype)
+    if is_unused and int(os.environ.get("RANK", 0)) == 0:
+        print(
+            f"engine.param_dtype={engine.param_dtype} does not apply with model.lora: the adapters "
+            f"have model.lora.dtype={lora_dtype}, and the frozen weights "
+            f"engine.compute_dtype={engine.compute_dtype}",
+            flush=True,
+        )
 
 
 def check_layout(config: DictConfig, hf_config, world_size: int) -> None:

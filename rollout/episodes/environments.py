@@ -57,6 +57,7 @@ class EnvironmentPlayer:
         self.has_reward = "get_reward" in methods
         self.reset_columns = column_names(methods["reset"])
         self.notice = f"its tools are {', '.join(self.tools) or 'none'}"
+        self.at_default: list[str] = []
         self._idle = []
 
     async def play(self, request: dict, llm: LLM, counts: Counter):
@@ -71,8 +72,11 @@ class EnvironmentPlayer:
             row = {name: row[name] for name in self.reset_columns if name in row}
         observation = await call(environment.reset, **row)
         messages = append_observation(request["messages"], observation)
+        fields = {}
+        if request["template_kwargs"]:
+            fields["chat_template_kwargs"] = request["template_kwargs"]
         while True:
-            reply = await llm.chat(messages, tools=self.schemas or None)
+            reply = await llm.chat(messages, tools=self.schemas or None, **fields)
             messages.append(reply.message)
             if not reply.tool_calls:
                 break

@@ -8,14 +8,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from config import InputError
+from data.chat.losses import is_empty
 from data.prompts import without_reply
-from data.rows import read_messages
+from data.rows import read_messages, template_inputs
 from data.shapes import read_shape
 from rollout.episodes.jobs import EpisodeJob, EpisodeResult, EpisodeStream, number_of
 from rollout.grading.clock import StoppableClock
@@ -84,6 +85,7 @@ class EpisodeRunner(WorkerPool):
         self._stream: EpisodeStream | None = None
         self._threads: list[threading.Thread] = []
         self._needs_messages = ready["is_environment"]
+        self._at_default = ready["at_default"]
 
     def play(
         self,
@@ -116,6 +118,8 @@ class EpisodeRunner(WorkerPool):
         request = {"row": row, "base_url": base_url}
         if self._needs_messages:
             request["messages"] = self._messages(row)
+            arguments = template_inputs(row, set(), self.config.data).arguments
+            request["template_kwargs"] = arguments
         return request
 
     def open_stream(self, new_key: Callable[[int], str]) -> EpisodeStream:
@@ -152,15 +156,45 @@ class EpisodeRunner(WorkerPool):
         self._stream = None
         self._threads = []
 
-    def check(self, row: dict) -> str:
+    def check(self, row: dict, columns: Iterable[str] = ()) -> str:
         """Return a notice about how rows reach the user's code, or "".
 
+        Args:
+            columns: the columns that have a value in any row.
+
         Raises:
-            InputError: the user's class needs a prompt, and the row has none.
+            InputError: the user's class needs a prompt, and the row has none; or something in the
+                rows or in the configuration would not reach the user's function.
         """
+        filled = {name for name, value in row.items() if not is_empty(value)} | {*columns}
         if self._needs_messages:
             self._messages(row)
+            return self.notice + self._notice_of_tools(filled)
+        self._check_function(filled)
         return self.notice
+
+    def _notice_of_tools(self, columns: set[str]) -> str:
+        """Return the end of the notice about a class, if rows have tools of their own."""
+        key = self.config.data.tools_key
+        if key not in columns:
+            return ""
+        return f"; those in the column {key} of the rows are not used"
+
+    def _check_function(self, columns: set[str]) -> None:
+        """Raise InputError for anything that would not reach a function."""
+        setting = self.program.name
+        system_prompt = self.config.data.system_prompt
+        if system_prompt:
+            raise InputError(
+                f"data.system_prompt={system_prompt} does nothing with {setting}, a function, "
+                "which writes the messages itself: leave it out, and write it in the function"
+            )
+        for name in self._at_default:
+            if name in columns:
+                raise InputError(
+                    f"{setting}: its parameter {name} would keep its default, although rows have a "
+                    f'column of this name: read row.get("{name}"), or rename the parameter'
+                )
 
     def _messages(self, row: dict) -> list[dict]:
         """Return the prompt of a row as messages, for a class that plays with it."""

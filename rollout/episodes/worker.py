@@ -53,7 +53,12 @@ def main(clock: int, lifeline: int, notes: int) -> None:
     except InputError as error:
         channel.reply(settings["token"], error=str(error))
         return
-    channel.reply(settings["token"], is_environment=player.is_environment, notice=player.notice)
+    channel.reply(
+        settings["token"],
+        is_environment=player.is_environment,
+        notice=player.notice,
+        at_default=player.at_default,
+    )
     asyncio.run(serve_async(channel, player.respond))
 
 
@@ -75,6 +80,7 @@ class Player:
     Attributes:
         is_environment: whether it is a class; then each episode uses an object of this class.
         notice: a line about how it is called, or "".
+        at_default: the function's parameters that keep their defaults.
     """
 
     def __init__(self, settings: dict, notes: int, clock: StoppableClock):
@@ -92,6 +98,7 @@ class Player:
             raise InputError(f"{self.name}: {error}") from error
         self.play = player.play
         self.notice = f"{self.name}: {player.notice}" if player.notice else ""
+        self.at_default = player.at_default
 
     async def respond(self, request: dict) -> dict:
         """Return the answer to a request, with the number of tools that raised an error."""
@@ -157,13 +164,16 @@ class FunctionPlayer:
     It gets the arguments that it has parameters for. A function that is not async runs in a thread.
     """
 
-    notice = ""
-
     def __init__(self, function: Callable):
         parameters = inspect.signature(function).parameters.values()
         self.function = function
         self.takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
         self.names = {p.name for p in parameters}
+        optional = [p.name for p in parameters if p.default is not p.empty]
+        self.at_default = [name for name in optional if name not in ("row", "llm")]
+        self.notice = ""
+        if self.at_default:
+            self.notice = f"{', '.join(self.at_default)} keeps its default"
         required = [p for p in parameters if is_required(p)]
         unknown = [
             p.name for p in required if p.name not in ("row", "llm") or p.kind == p.POSITIONAL_ONLY

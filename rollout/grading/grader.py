@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -92,13 +92,23 @@ class Grader(WorkerPool):
                 "reward.num_workers"
             )
 
-    def check(self, row: dict) -> str:
+    def check(self, row: dict, columns: Iterable[str] = ()) -> str:
         """Return a notice about how the function is called, or "" if there is nothing to report.
 
+        Args:
+            columns: the columns that have a value in any row.
+
         Raises:
-            InputError: the row lacks a value for one of the function's parameters.
+            InputError: the row lacks a value for one of the function's parameters, or rows have a
+                column that a parameter of the same name would not get.
         """
-        request = {"check": True, "prompts": [""], "responses": [""], "rows": [row]}
+        request = {
+            "check": True,
+            "prompts": [""],
+            "responses": [""],
+            "rows": [row],
+            "columns": sorted(columns),
+        }
         stage = "while a row was checked"
         return self.idle[-1].query(request, self.startup_timeout, stage)["notice"]
 

@@ -210,24 +210,26 @@ class Signature:
             if name not in arguments:
                 value_at(rows[0], name)  # raises the error that names the row's columns
 
-    def notice(self, arguments: dict, row: dict) -> str:
+    def notice(self, arguments: dict, columns: set[str]) -> str:
         """Return a one-line notice about how the function is called, or "".
 
         Args:
-            row: a row that the arguments come from.
+            arguments: for the first row.
+            columns: the columns that have a value in any row.
 
         Raises:
-            InputError: the row has a column named like a parameter that does not get it.
+            InputError: rows have a column named like a parameter that does not get it.
         """
-        at_default = [name for name in self.optional if name not in arguments]
-        self._check_columns(at_default, row)
+        bound = arguments.keys() | (self.may_be_missing & columns)
+        at_default = [name for name in self.optional if name not in bound]
+        self._check_columns(at_default, columns)
         notices = [self.convention.notice]
         if at_default:
             notices.append(f"{', '.join(at_default)} keeps its default")
         return "; ".join(filter(None, notices))
 
-    def _check_columns(self, at_default: list[str], row: dict) -> None:
-        """Raise InputError if a row has a column for a parameter that keeps its default.
+    def _check_columns(self, at_default: list[str], columns: set[str]) -> None:
+        """Raise InputError if rows have a column for a parameter that keeps its default.
 
         verl and TRL would not pass these columns either, so their functions may have such
         parameters.
@@ -235,9 +237,9 @@ class Signature:
         if self.convention.is_verl or self.convention.takes_columns:
             return
         for name in at_default:
-            if row.get(name) not in (None, ""):
+            if name in columns:
                 raise InputError(
-                    f"its parameter {name} would keep its default, although the row has a column "
+                    f"its parameter {name} would keep its default, although rows have a column "
                     f"of this name: set reward.kwargs.{name}={name} if all rows have the column, "
                     f'take row and read row.get("{name}"), or rename the parameter'
                 )

@@ -76,9 +76,10 @@ class RewardFunction:
             {"error": message}, or {"notice": a notice for the user, or ""}.
         """
         is_built_in = self.function in REWARDS.values()
+        columns = {*filled_names(request["rows"][0]), *request["columns"]}
         try:
             arguments = self.arguments(request)
-            notice = self.signature.notice(arguments, request["rows"][0])
+            notice = self.signature.notice(arguments, columns)
             if is_built_in:
                 self.function(**arguments)
         except (KeyError, ValueError) as error:
@@ -147,6 +148,11 @@ class RewardFunction:
         if self.signature.convention.is_verl and isinstance(value, Mapping) and value:
             return score_parts(value, numeric_parts(value), weights or {"score": 1.0})
         return read_score(value, weights)
+
+
+def filled_names(row: dict) -> list[str]:
+    """Return the columns of a row that have a value. An empty cell of a CSV file has none."""
+    return [name for name, value in row.items() if value not in (None, "")]
 
 
 def as_list(value) -> list:

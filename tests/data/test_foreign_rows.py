@@ -123,6 +123,12 @@ def agent(function):
         ({"name": "add", "parameters": {"a": 1}}, 'no "arguments", only parameters'),
         ({"name": "add", "arguments": '{"a":'}, "arguments of tool calls must be an object"),
         ({"name": "add", "arguments": '"{}"'}, "arguments of tool calls must be an object"),
+        ({"name": "add", "arguments": "[1, 2]"}, "arguments of tool calls must be an object"),
+        ({"name": "add", "arguments": "null"}, "arguments of tool calls must be an object"),
+        (
+            {"name": "add", "arguments": '{"a": 1, "a": 2}'},
+            r'"messages\[1\].tool_calls\[0\].arguments": the key "a" occurs twice',
+        ),
     ],
 )
 def test_calls_that_no_template_prints_as_meant(function, error):

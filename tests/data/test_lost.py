@@ -377,3 +377,19 @@ def test_rows_that_lose_text_are_dropped_and_counted(make, tokenizer_dir, tmp_pa
     write(path, [lost])
     with pytest.raises(InputError, match="1 lose text under the chat template"):
         make(path, lost_fields="drop")
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN3, LLAMA3, GEMMA4])
+def test_images_for_a_text_model_are_the_reason_that_an_error_names(template):
+    image = {"type": "image", "image": "a.png"}
+    text = {"type": "text", "text": "q"}
+    rows = [
+        {"messages": say("q", "a"), "images": ["a.png"]},
+        {"messages": [{"role": "user", "content": [image, text]}, answer()]},
+    ]
+    chat = ChatTokenizer(make_tokenizer(template, control=CONTROL))
+    settings = options(lost_fields="drop", max_prompt_length=100, teacher_prompt_key=None)
+    for row in rows:
+        for encoded in (encoding.encode(row, chat, settings), encode_prompt(row, chat, settings)):
+            (result,) = encoding.encode_together([encoded])
+            assert "the row has images: set model.images=true" in str(result)

@@ -1,5 +1,6 @@
 """Prompts: the template's ids, rows that come back unchanged, and when a cache is used."""
 
+import base64
 import csv
 import datetime
 import json
@@ -8,12 +9,14 @@ import random
 import shutil
 import subprocess
 import sys
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -608,6 +611,17 @@ def test_the_prompt_that_a_teacher_sees(make, tmp_path):
     assert [prompt.teacher_ids for prompt in without] == [None, None]
 
 
+def test_the_prompt_of_a_teacher_may_be_json_text(make, tmp_path):
+    messages = [user("7: 3+4=")]
+    rows = [{"prompt": "3+4=", "hint": hint} for hint in (messages, json.dumps(messages))]
+    file = write(tmp_path / "rows.jsonl", rows)
+    first, second = PromptDataset.load(make(file, teacher_prompt_key="hint"))
+    assert first.teacher_ids == second.teacher_ids
+    file = write(tmp_path / "rows.jsonl", [{"prompt": "3+4=", "hint": str(messages)}])
+    with pytest.raises(InputError, match="data.teacher_prompt_key=hint: .* the notation of Python"):
+        make(file, teacher_prompt_key="hint")
+
+
 def test_a_long_prompt_of_a_teacher_is_treated_as_prompts_are(make, tmp_path):
     rows = [
         {"messages": [user("1+1=")], "hint": "2" * 30 + " 1+1="},
@@ -640,3 +654,40 @@ def test_a_malformed_prompt_of_a_teacher_is_one_line(make, tmp_path, hint, probl
         make(file, teacher_prompt_key="hint")
     assert str(error.value).startswith(f"{file}:1: ")
     assert problem in str(error.value)
+
+
+PNG = BytesIO()
+Image.new("RGB", (4, 4)).save(PNG, "png")
+PIXELS = PNG.getvalue()
+
+
+def test_bytes_that_are_no_image_are_an_error(make, tmp_path):
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([{"prompt": "q", "answer": b"42"}]).to_parquet(path)
+    message = "rows.parquet:1: .* the column \"answer\" has the bytes b'42'"
+    with pytest.raises(InputError, match=message):
+        make(path)
+    datasets.Dataset.from_list([{"prompt": "q", "picture": PIXELS}]).to_parquet(path)
+    assert PromptDataset(make(path))[0].row == {"prompt": "q", "picture": None}
+
+
+def test_texts_that_hold_no_pixels_reach_the_reward(make, tmp_path):
+    encoded = base64.b64encode(PIXELS).decode()
+    texts = {"base64": "aGVsbG8=", "url": "data:text/plain,hello", "path": "[1,2]"}
+    pixels = {"base64": encoded, "url": f"data:image/png;base64,{encoded}"}
+    row = {"prompt": "q", "task": texts, "shown": pixels}
+    path = write(tmp_path / "a.jsonl", [row])
+    kept = PromptDataset(make(path))[0].row
+    assert kept == row | {"shown": {"base64": None, "url": None}}
+
+
+@pytest.mark.parametrize("column", ["input", "context"])
+def test_an_alpaca_prompt_needs_no_output(make, tmp_path, column):
+    rows = [
+        {"instruction": "add", column: "1+2", "answer": "3"},
+        {"instruction": "add 1+2", column: "", "history": [["hi", "ho"]], "answer": "3"},
+    ]
+    first, second = PromptDataset(make(write(tmp_path / "a.jsonl", rows)))
+    assert first.question == "add\n\n1+2"
+    assert "ho<|im_end|>" in second.text and second.question == "add 1+2"
+    assert first.row == rows[0]

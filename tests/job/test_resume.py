@@ -7,7 +7,7 @@ import pytest
 from config import InputError, load
 from data import dataset, prompts
 from job.progress import Progress, identify_tokens
-from job.resume import choose_checkpoint, find_resume
+from job.resume import IDENTITY_OF_REFERENCE, choose_checkpoint, find_resume
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,23 @@ def test_what_a_resume_may_not_change(tmp_path, pairs, run, message):
     with pytest.raises(InputError) as caught:
         find_resume(config, None, Progress(identity=saved | run), 20)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("old, new", [("a", "a"), ("a", None), (None, "b")])
+def test_a_run_may_start_and_stop_using_a_reference(tmp_path, old, new):
+    identity = {"trainer.seed": 0}
+    with_reference = [identity | {IDENTITY_OF_REFERENCE: x} if x else identity for x in (old, new)]
+    saved, fresh = with_reference
+    (tmp_path / "trainer.json").write_text(json.dumps({"step": 3, "run": saved}))
+    assert find_resume(config_with(tmp_path), None, Progress(identity=fresh), 20) == tmp_path
+
+
+def test_the_weights_of_the_reference_may_not_change(tmp_path):
+    saved = {"trainer.seed": 0, IDENTITY_OF_REFERENCE: "a"}
+    (tmp_path / "trainer.json").write_text(json.dumps({"step": 3, "run": saved}))
+    fresh = Progress(identity=saved | {IDENTITY_OF_REFERENCE: "b"})
+    with pytest.raises(InputError, match="with the reference in model.path=a, now it is b: set it"):
+        find_resume(config_with(tmp_path), None, fresh, 20)
 
 
 TOKENIZATION = {"data.train_files": "a.jsonl", "data.max_length": 4096, "data.truncation": "drop"}

@@ -9,6 +9,7 @@ import torch
 import train_ppo
 import train_sft
 from config import InputError, load
+from configs.files import SCRIPTS
 from engines.parallel import device
 from examples.arithmetic import make_rows, make_tokenizer
 from job import setup
@@ -124,3 +125,19 @@ def test_a_reward_is_checked_with_a_row_of_each_file(settings, tmp_path, file):
             train_ppo.set_up(config, grader)
     finally:
         grader.close()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_names_that_only_wandb_reads_need_it(script):
+    needed = ["model.path=m", "data.train_files=t"]
+    for name in ("project_name", "experiment_name"):
+        named = [*needed, f"trainer.{name}=first"]
+        with pytest.raises(InputError, match=f"trainer.{name}=first does nothing without wandb in"):
+            setup.check_names(load(f"{script}.yaml", named))
+        setup.check_names(load(f"{script}.yaml", [*named, "trainer.logger=[wandb]"]))
+    setup.check_names(load(f"{script}.yaml", needed))
+
+
+def test_a_run_checks_the_names(settings):
+    with pytest.raises(InputError, match="trainer.project_name=first does nothing"):
+        train_sft.set_up(load("sft.yaml", [*settings, "trainer.project_name=first"]))

@@ -451,6 +451,10 @@ MISTAKES = {
         ["algorithm.distill.teacher=self"],
         "algorithm.distill.teacher=self teaches nothing without data.teacher_prompt_key",
     ),
+    "a policy that teaches itself with its own prompt": (
+        ["algorithm.distill.teacher=self", "data.teacher_prompt_key=prompt"],
+        "algorithm.distill.teacher=self teaches nothing with data.teacher_prompt_key=prompt",
+    ),
     "a policy that is one of several teachers": (
         ["algorithm.distill.teachers={math: self, code: here}", HINT],
         "algorithm.distill.teachers.math=self does not work",

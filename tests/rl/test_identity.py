@@ -8,6 +8,7 @@ import pytest
 import train_ppo
 from engines.parallel import device
 from examples.arithmetic import make_rows, make_tokenizer
+from job.resume import IDENTITY_OF_REFERENCE
 from tests.support.models import make_model
 from tests.support.scripts import run_in_fork
 
@@ -52,6 +53,7 @@ def test_it_has_what_determines_the_samples_and_the_engines(identity_of):
         "rollout.partial.enable=true",
         "algorithm.rollout_is=token",
         "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_loss=true",
         "trainer.seed=5",
         "optim.lr=1e-5",
     )
@@ -62,6 +64,7 @@ def test_it_has_what_determines_the_samples_and_the_engines(identity_of):
         "critic": (False, True),
         "trainer.seed": (identity["trainer.seed"], 5),
     }
+    assert len(changed.pop(IDENTITY_OF_REFERENCE)) == 8
     assert identity.keys() == changed.keys()
     assert {
         key: (value, changed[key]) for key, value in identity.items() if value != changed[key]

@@ -183,6 +183,17 @@ CONTRADICTIONS = {
         [*PARTIAL, "rollout.speculative=ngram"],
         "does not work with rollout.speculative=ngram",
     ),
+    **{
+        f"a prompt that is cut on the {side}, but not for an episode": (
+            [
+                "rollout.episode=my.py:play",
+                "rollout.max_episode_tokens=2048",
+                f"data.truncation={side}",
+            ],
+            f"data.truncation={side} does nothing with rollout.episode=my.py:play",
+        )
+        for side in ("left", "right")
+    },
     "responses longer than a micro-batch": (
         [
             "data.max_prompt_length=50",

@@ -58,6 +58,9 @@ def moody(prompt, response, row):
     score = float("nan") if mood == "nan" else letters(prompt, response, row)
     return {"letters": score, "length": len(response)}
 
+def hinted(response, hint=None):
+    return 0.0
+
 def rank(responses):
     return [sorted(responses).index(response) for response in responses]
 
@@ -103,7 +106,9 @@ def assets(tmp_path_factory):
     (directory / "leaves.py").write_text("import os\nos._exit(0)\n")
     train, val = make_rows()
     moods = [{**row, "mood": MOODS.get(i, "good")} for i, row in enumerate(train[:16])]
-    for name, rows in (("train", train[:84]), ("val", val[:8]), ("moods", moods)):
+    hints = [*train[:8], {**train[8], "hint": "only in the last row"}]
+    files = (("train", train[:84]), ("val", val[:8]), ("moods", moods), ("hints", hints))
+    for name, rows in files:
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
 
@@ -686,6 +691,13 @@ MISTAKES = {
     "a reward for other rows": (
         lambda assets: [f"reward.function={assets}/reward.py:compute_score"],
         "compute_score: the row has no data_source, only",
+    ),
+    "a column that a parameter of the reward would not get": (
+        lambda assets: [
+            f"data.train_files={assets}/hints.jsonl",
+            f"reward.function={assets}/reward.py:hinted",
+        ],
+        "its parameter hint would keep its default",
     ),
     "sampling without a temperature": (
         ["rollout.temperature=0"],

@@ -301,6 +301,9 @@ async def no_llm(row):
 async def positional(row, llm, /):
     return 0
 
+async def with_default(row, llm, hint=None):
+    return 0
+
 async def everything(**arguments):
     return len(arguments["row"]) + len(arguments["llm"].api_key)
 """
@@ -326,6 +329,17 @@ def test_rewards_are_numbers_or_named_parts_in_order(make, file, server):
     assert runner.parts == ["a", "b"]
     assert [r.kind for r in results[1:]] == ["not a number"] * 3 + ["different parts"]
     assert results[4].row == {"value": "{'a': 1}"}
+
+
+def test_what_would_not_reach_a_function_is_an_error(make, file):
+    with closing(make(f"{file}:with_default")) as runner:
+        assert runner.check({"hint": ""}).endswith("agent.py:with_default: hint keeps its default")
+        for row, columns in (({"hint": 5}, []), ({}, ["hint"])):
+            with pytest.raises(InputError, match="its parameter hint would keep its default"):
+                runner.check(row, columns)
+    with closing(make(f"{file}:solve", "data.system_prompt=Be brief.")) as runner:
+        with pytest.raises(InputError, match="data.system_prompt=Be brief. does nothing with"):
+            runner.check({})
 
 
 def test_weights_apply_to_parts(make, file, server):
@@ -838,6 +852,29 @@ def test_a_class_plays_until_the_model_calls_no_tool(make, environments, server)
         [{"type": "text", "text": "17"}],
     ]
     assert third["messages"][-1]["content"] == "22"
+
+
+def test_a_row_s_template_arguments_reach_the_model_of_a_class(make, environments, server):
+    rows = [
+        conversation("a", enable_thinking=False),
+        conversation("b", chat_template_kwargs={"style": "short", "unset": None}),
+        conversation("c"),
+    ]
+    with closing(make(f"{environments}:Counter")) as runner:
+        play(runner, server, rows)
+    sent = {
+        request.body["messages"][0]["content"]: request.body.get("chat_template_kwargs")
+        for request in server.requests
+    }
+    assert sent == {"a": {"enable_thinking": False}, "b": {"style": "short"}, "c": None}
+
+
+def test_tools_of_rows_that_a_class_does_not_use_are_reported(make, environments):
+    with closing(make(f"{environments}:Counter")) as runner:
+        row = conversation("q")
+        assert runner.check(row).endswith("its tools are add, fail, slow")
+        notice = runner.check(row, columns=["messages", "tools"])
+        assert notice.endswith("slow; those in the column tools of the rows are not used")
 
 
 def test_episodes_of_a_class_play_at_the_same_time_with_objects_of_their_own(

@@ -1051,9 +1051,10 @@ def test_functions_of_verl_and_trl_are_called_as_these_do(make, file):
 def test_a_column_that_a_parameter_would_not_get_is_an_error(make, tmp_path, parameters):
     file = tmp_path / "optional.py"
     file.write_text(f"def f({parameters}):\n    return 1.0\n")
-    with closing(make(f"{file}:f", 1, SLACK)) as grader:
-        with pytest.raises(InputError, match="hint would keep its default, although the row has"):
-            grader.check({"hint": 5})
+    for row, columns in (({"hint": 5}, []), ({}, ["hint"])):
+        with closing(make(f"{file}:f", 1, SLACK)) as grader:
+            with pytest.raises(InputError, match="hint would keep its default, although rows have"):
+                grader.check(row, columns)
     for row in ({"hint": None}, {"hint": ""}, {}):
         with closing(make(f"{file}:f", 1, SLACK)) as grader:
             assert grader.check(row).endswith("hint keeps its default")
@@ -1067,6 +1068,7 @@ def test_an_answer_may_have_a_default(make, tmp_path):
     rows = [("q", "", {"answer": 5}), ("q", "", {"answer": None}), ("q", "", {})]
     with closing(make(f"{file}:f", 1, SLACK)) as grader:
         assert "default" not in grader.check({"answer": 5})
+        assert "default" not in grader.check({}, ["answer"]), "later rows have one"
         assert [result.score for result in grader.grade(rows, [0, 1, 2])] == [5.0, 3.0, 3.0]
 
 

@@ -16,8 +16,9 @@ from engines import optimizer, schedule
 from engines.adamw import Storage
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.fsdp.engine import FSDPEngine
+from engines.heads import Head
 from engines.memory import GIB
-from engines.optimizer import OPTIMIZERS, ShardedMuon
+from engines.optimizer import ShardedMuon
 from engines.parallel import offload
 from tests.engines.fsdp.cases import build, make_config, on_ranks, train, worker_case
 from tests.support.cases import needs
@@ -100,13 +101,6 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest(folder):
     assert len(of_muon) == 3 * 7
     assert of_adamw == set(names.values()) - of_muon
     assert {"lm_head.weight", "model.embed_tokens.weight"} < of_adamw
-    model.model.requires_grad_(False)
-    for name in OPTIMIZERS:  # nothing is left for Muon
-        (alone,) = optimizer.build(
-            model, model.model.layers, make_config(folder, f"optim.name={name}")
-        )
-        assert isinstance(alone, torch.optim.AdamW)
-        assert alone.param_groups[0]["params"] == [model.lm_head.weight]
 
 
 def host_memory(engine: FSDPEngine) -> tuple[list[int], int]:
@@ -357,3 +351,22 @@ def test_parameters_of_muon_have_types_and_bounds(setting, message):
     assert str(caught.value) == message
     valid = ["optim.kwargs.momentum=0", "optim.kwargs.ns_steps=3", "optim.kwargs.nesterov=false"]
     optimizer.check_optimizer(load("sft.yaml", [*needed, *valid]))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["model.freeze=['layers\\.']"], "optim.name=muon has nothing to update: model.freeze="),
+        (["model.lora.rank=4", "optim.betas=[0.9,0.99]"], "optim.betas=[0.9, 0.99] has no effect"),
+        (["model.lora.rank=4", "optim.eps=1e-6"], "optim.eps=1e-06 has no effect with optim.name="),
+    ],
+)
+def test_muon_and_the_adamw_beside_it_have_parameters(folder, settings, message):
+    muon = make_config(folder, "optim.name=muon", *settings)
+    with pytest.raises(InputError) as caught:
+        FSDPEngine.check(muon, 1)
+    assert message in str(caught.value)
+    FSDPEngine.check(make_config(folder, *settings), 1)
+    if "model.lora.rank=4" in settings:
+        FSDPEngine.check(muon, 1, Head.VALUES)  # AdamW trains the value head
+    FSDPEngine.check(make_config(folder, "optim.name=muon", *settings[1:]), 1)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.rounding import count_movable, movable_share
-from tests.engines.fsdp.cases import build
+from tests.engines.fsdp.cases import build, make_config
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -53,3 +54,18 @@ def test_rounding_to_the_nearest_reports_the_share(folder, capfd, settings, mess
     assert len(printed) == (1 if message else 0)
     if message:
         assert printed[0].startswith(f"{message}=bfloat16: an update of optim.lr=")
+
+
+@pytest.mark.parametrize(
+    "settings, is_reported",
+    [
+        ([*BF16, "model.lora.rank=4"], True),
+        ([*BF16, *ADAPTERS], False),
+        (BF16, False),
+        (["model.lora.rank=4"], False),
+    ],
+)
+def test_a_dtype_that_adapters_do_not_have_is_reported(folder, capsys, settings, is_reported):
+    FSDPEngine.check(make_config(folder, *settings), 1)
+    message = "engine.param_dtype=bfloat16 does not apply with model.lora: the adapters have"
+    assert (message in capsys.readouterr().out) == is_reported
