@@ -42,7 +42,7 @@ def name(request):
 @pytest.mark.parametrize(
     "family, ranks, setting",
     [
-        ("qwen3", 1, "rollout.kv_cache_gib=0.0012"),  # 26 blocks for 24 requests
+        ("one_layer", 1, "rollout.kv_cache_gib=0.0004"),  # 26 blocks for 24 requests
         ("tied", 2, "rollout.tensor_parallel_size=2"),
     ],
 )
