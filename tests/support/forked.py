@@ -177,14 +177,25 @@ def run(command: list[str]) -> None:
 
 def run_torchrun(arguments: list[str]) -> None:
     """Run torchrun so that its ranks are forks of this interpreter too."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.run import get_args_parser, main
 
+    dynamic_rendezvous.get_method_name = name_of_caller
     parsed = get_args_parser().parse_args(arguments)
     num_script_words = len(parsed.training_script_args) + 1
     options = arguments[: len(arguments) - num_script_words]
     this_file = os.path.abspath(__file__)
     script = [parsed.training_script, *parsed.training_script_args]
     main([*options, "--run-path", "--start-method=fork", this_file, "rank", *script])
+
+
+def name_of_caller(depth: int = 2) -> str:
+    """Return the name of a calling function, with which torchrun labels its records.
+
+    torchrun's own function looks through all imported modules and their files, which would take
+    it the better part of a second here.
+    """
+    return sys._getframe(depth).f_code.co_name
 
 
 def rank(command: list[str]) -> None:

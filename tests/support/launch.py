@@ -49,6 +49,9 @@ TRAINING = (
     "matplotlib.pyplot",
     "matplotlib.backends.backend_agg",
     "transformers.models.qwen3.modeling_qwen3",
+    "datasets",
+    "peft",
+    "torch.utils.tensorboard",
 )
 ROLLOUT = (
     *TRAINING,
@@ -69,6 +72,11 @@ GENERATES = re.compile(
     r"_worker|"
     r"/(episodes_gpu|generation_profile|speculative_h200|weight_sync_h200)"
 )
+# pyarrow, which data sets need, would start a thread that returns memory to the system.
+SERVER_VARIABLES = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
 # On a machine with a GPU, importing torch starts threads, which a fork would lack.
 CAN_FORK = shutil.which("nvidia-smi") is None
 # vLLM's build for CPUs gives the shared memory of tensor parallelism the same name in every run, so
@@ -130,7 +138,7 @@ def fork_server(modules: tuple[str, ...]) -> subprocess.Popen:
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        env=environment(VLLM_LOGGING_LEVEL="ERROR"),
+        env=environment(**SERVER_VARIABLES),
     )
 
 
