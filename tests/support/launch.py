@@ -38,7 +38,7 @@ LONG_LIMIT = 2400
 SECONDS_TO_END = 40
 
 # Modules that are imported before forking: for every command, for those that generate, and for
-# Megatron.
+# those with Megatron, some of which generate.
 TRAINING = (
     "torch.distributed.run",
     "job.run",
@@ -65,13 +65,14 @@ ROLLOUT = (
     "vllm.model_executor.models.qwen2",
     "compressed_tensors.compressors",
 )
-MEGATRON = (*TRAINING, "engines.megatron.engine")
+MEGATRON = (*ROLLOUT, "engines.megatron.engine")
 GENERATES = re.compile(
     r"train_ppo|examples/loop|rollout\.episodes\.try|engines\.check|"
     r"/(rollout|rollout_images|episodes|partial|scheduler|speculation|adapters|pooling|fp8|routes)"
     r"_worker|"
     r"/(episodes_gpu|generation_profile|speculative_h200|weight_sync_h200)"
 )
+USES_MEGATRON = re.compile(r"megatron_worker|profiling_worker|model_engine=megatron")
 # pyarrow, which data sets need, would start a thread that returns memory to the system.
 SERVER_VARIABLES = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -157,11 +158,11 @@ def script_of(command: list[str], cwd: Path, env: dict[str, str]) -> str | None:
     return script
 
 
-def modules_of(script: str) -> tuple[str, ...]:
-    """Return the modules that a script's processes should share."""
-    if GENERATES.search(script):
-        return ROLLOUT
-    return MEGATRON if "megatron_worker" in script else TRAINING
+def modules_of(script: str, command: list[str]) -> tuple[str, ...]:
+    """Return the modules that the processes of a command, which runs this script, should share."""
+    if USES_MEGATRON.search(" ".join(command)):
+        return MEGATRON
+    return ROLLOUT if GENERATES.search(script) else TRAINING
 
 
 def shared_memory_lock(command: list[str]) -> AbstractContextManager:
@@ -198,7 +199,7 @@ def run_now(
 ) -> subprocess.CompletedProcess:
     script = script_of(command, cwd, env) if CAN_FORK and not fresh else None
     if script is not None:
-        modules = modules_of(script)
+        modules = modules_of(script, command)
         return fork_to_end(command, modules, cwd, env, timeout)
     process = subprocess.Popen(
         command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -384,7 +385,7 @@ def start(command: list, log: Path, fresh: bool = False, **env: str) -> subproce
         log.write_text("")
         (folder / "stdout").symlink_to(log)
         (folder / "stderr").symlink_to(log)
-        return Fork(command, modules_of(script), ROOT, own_environment, folder)
+        return Fork(command, modules_of(script, command), ROOT, own_environment, folder)
     with open(log, "w") as file:
         return subprocess.Popen(
             command,
