@@ -339,14 +339,26 @@ def launch(
 
 
 def run(
-    command: list, returncode: int = 0, cwd: Path = ROOT, fresh: bool = False, **env: str
+    command: list,
+    returncode: int = 0,
+    cwd: Path = ROOT,
+    fresh: bool = False,
+    mounts_of: int | None = None,
+    **env: str,
 ) -> subprocess.CompletedProcess:
     """Run a command to its end and assert its exit code.
+
+    With mounts_of, it sees the disks that are mounted in that process's namespace.
 
     A command with environment variables of its own (other than READ_WHEN_USED) is never forked: the
     imports that it would share may have read them.
     """
     needs_own_imports = bool(env.keys() - READ_WHEN_USED)
+    if mounts_of is not None and CAN_FORK:
+        env["MOUNTS_OF"] = str(mounts_of)
+    elif mounts_of is not None:
+        user_namespace = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
+        command = ["nsenter", f"--target={mounts_of}", *user_namespace, "--mount", *command]
     done = run_to_end(command, cwd, environment(**env), LIMIT, fresh or needs_own_imports)
     assert done.returncode == returncode, (done.stdout + done.stderr)[-9000:]
     return done
