@@ -238,28 +238,31 @@ SECONDS_OF_READS = 0.6
 
 
 @pytest.mark.parametrize(
-    "error, text, later_texts",
+    "error, texts",
     [
         # Read after SECONDS_OF_READS, in which the other ranks time out.
-        ("Timed out waiting 1000ms", HALF_RECORD, {0.75: WHOLE_RECORD}),
+        ("Timed out waiting 1000ms", {0.0: HALF_RECORD, 0.75: WHOLE_RECORD}),
         # Read at once, and again after two intervals of 0.1 seconds.
-        ("Connection closed by peer", HALF_RECORD, {0.2: WHOLE_RECORD}),
-        ("Connection closed by peer", WHOLE_RECORD, {0.1: HALF_RECORD, 0.35: WHOLE_RECORD}),
+        ("Connection closed by peer", {0.0: HALF_RECORD, 0.2: WHOLE_RECORD}),
+        (
+            "Connection closed by peer",
+            {0.0: WHOLE_RECORD, 0.1: HALF_RECORD, 0.35: WHOLE_RECORD},
+        ),
     ],
     ids=["timeout", "first reading", "second reading"],
 )
 @pytest.mark.usefixtures("own_signals")
 def test_a_record_that_is_shown_by_halves_is_read_again(
-    make_ranks, keep_alive, tmp_path, capfd, monkeypatch, error, text, later_texts
+    make_ranks, keep_alive, tmp_path, capfd, monkeypatch, error, texts
 ):
-    """later_texts: after how many seconds the file of the other node has which content."""
+    """texts: after how many seconds the file of the other node has which content."""
     monkeypatch.setattr(heartbeat_module, "POLL_SECONDS", SECONDS_OF_READS)
     (first,) = make_ranks(0)
     first.ended.set()
     keep_alive(first)
     file = tmp_path / "node1"
-    file.write_text(text)
-    timers = [threading.Timer(at, write, [file, later]) for at, later in later_texts.items()]
+    timers = [threading.Timer(at, write, [file, text]) for at, text in texts.items() if at > 0]
+    write(file, texts[0.0])
     for timer in timers:
         timer.start()
     first._explain(RuntimeError, RuntimeError(error), None)
