@@ -18,14 +18,14 @@ from tests.rollout.sample_cases import make_share, values_in_order
 from tests.support.guarded import guarded_once, unguarded
 from tests.support.training import digest, gather
 
-CRITIC_STEPS = 25
+CRITIC_STEPS = 40
 END_TOKEN = 251
 CPU = torch.device("cpu")
 
 
 def run(folder: Path, name: str) -> dict:
     """Train a critic from the policy's files on returns between -2 and 2, export it, and resume."""
-    config = make_config(folder, LAUNCHES[name], SMALL_MICRO_BATCHES, "optim.lr=5e-3")
+    config = make_config(folder, LAUNCHES[name], SMALL_MICRO_BATCHES, "optim.lr=3e-3")
     batch = make_returns()
     critic = build_critic(config, config.model.path)
     first_values = compute_values(critic, batch)
