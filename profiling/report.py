@@ -17,6 +17,15 @@ MIN_VISIBLE_SHARE = 0.01
 # Steps that take longer than this quantile of all steps may be cut off at the top.
 USUAL_QUANTILE = 0.95
 NUM_COLUMNS = 4
+# Inches. The margins leave room for titles, and for the labels of axes.
+PANEL_WIDTH = 4.0
+PANEL_HEIGHT = 2.8
+LEFT_MARGIN = 0.7
+RIGHT_MARGIN = 0.15
+TOP_MARGIN = 0.65
+BOTTOM_MARGIN = 0.5
+COLUMN_GAP = 0.7
+ROW_GAP = 0.85
 MAX_MARKED_POINTS = 30  # longer lines have no markers
 
 Line = dict[str, float | None]  # a line of metrics.jsonl
@@ -162,8 +171,8 @@ def draw(run: Path):
     # The stages and their legend fill the rest of the last row, which is at least two columns wide.
     num_rows = math.ceil((len(panels) + 2) / NUM_COLUMNS)
     first_free_column = max(0, len(panels) - NUM_COLUMNS * (num_rows - 1))
-    figure = pyplot.figure(figsize=(4 * NUM_COLUMNS, 2.8 * num_rows), layout="constrained")
-    grid = figure.add_gridspec(num_rows, NUM_COLUMNS)
+    figure = pyplot.figure(figsize=(PANEL_WIDTH * NUM_COLUMNS, PANEL_HEIGHT * num_rows))
+    grid = add_grid(figure, num_rows)
     stage_places = grid[-1, first_free_column:].subgridspec(1, 2, width_ratios=(3, 1))
     axis = figure.add_subplot(stage_places[0])
     draw_stages(axis, figure.add_subplot(stage_places[1]), lines)
@@ -176,8 +185,29 @@ def draw(run: Path):
         axis.set_xlabel("step")
         axis.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
         axis.grid(alpha=0.3)
-    figure.suptitle(str(run))
+    figure.suptitle(str(run), y=1 - 0.1 / figure.get_figheight())
     return figure
+
+
+def add_grid(figure, num_rows: int):
+    """Return a grid of panels with fixed margins.
+
+    A layout that matplotlib computes from the sizes of all labels would take longer than drawing.
+    """
+    width = figure.get_figwidth()
+    height = figure.get_figheight()
+    panels_width = width - LEFT_MARGIN - RIGHT_MARGIN - (NUM_COLUMNS - 1) * COLUMN_GAP
+    panels_height = height - TOP_MARGIN - BOTTOM_MARGIN - (num_rows - 1) * ROW_GAP
+    return figure.add_gridspec(
+        num_rows,
+        NUM_COLUMNS,
+        left=LEFT_MARGIN / width,
+        right=1 - RIGHT_MARGIN / width,
+        bottom=BOTTOM_MARGIN / height,
+        top=1 - TOP_MARGIN / height,
+        wspace=COLUMN_GAP / (panels_width / NUM_COLUMNS),
+        hspace=ROW_GAP / (panels_height / num_rows),
+    )
 
 
 def panels_with_data(lines: list[Line]) -> list[Panel]:

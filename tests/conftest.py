@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     from tests.support.lengthy import LENGTHY, mark_lengthy
-    from tests.support.scheduling import is_long
+    from tests.support.scheduling import start_order
     from tests.support.tables import unused_entries
     from tests.support.thorough import THOROUGH, mark_thorough
 
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         assert not unused, f"tests/support/thorough.py or lengthy.py name no test: {unused}"
     mark_thorough(items)
     mark_lengthy(items)
-    items.sort(key=lambda item: not is_long(item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: start_order(item.nodeid.partition("::")[0]))
 
 
 def pytest_collection_finish() -> None:

@@ -2,8 +2,10 @@
 
 import json
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -52,17 +54,24 @@ def make_ranks(tmp_path, exits):
 
 
 @pytest.fixture
-def refresh_in_sleep(monkeypatch):
-    """Return a function of ranks, which update their records whenever a rank sleeps."""
+def keep_alive():
+    """Return a function that updates the records of ranks from now on, as living ranks do."""
+    ended = threading.Event()
+    threads = []
 
-    def refresh(*ranks: Heartbeat) -> None:
-        def sleep(seconds: float) -> None:
+    def refresh(ranks: tuple[Heartbeat, ...]) -> None:
+        while not ended.wait(0.005):
             for rank in ranks:
                 rank._refresh()
 
-        monkeypatch.setattr(heartbeat_module.time, "sleep", sleep)
+    def begin(*ranks: Heartbeat) -> None:
+        threads.append(threading.Thread(target=refresh, args=(ranks,)))
+        threads[-1].start()
 
-    return refresh
+    yield begin
+    ended.set()
+    for thread in threads:
+        thread.join()
 
 
 def wait_for_exits(exits: list[int], number: int) -> None:
@@ -171,13 +180,13 @@ def test_a_hanging_collective_ends_its_ranks(
 
 
 def test_an_error_of_a_lost_connection_names_the_lost_ranks(
-    make_ranks, refresh_in_sleep, capfd, own_signals
+    make_ranks, keep_alive, capfd, own_signals
 ):
     first, lost = make_ranks(0, 0)
     error = RuntimeError("Connection closed by peer")
     for rank in (first, lost):
         rank.ended.set()
-    refresh_in_sleep(first)
+    keep_alive(first)
     first._explain(RuntimeError, error, None)
     expected = (
         "error: 1 rank is missing: rank 1 was last seen in stage 'start', entered 0.0 minutes"
@@ -187,11 +196,11 @@ def test_an_error_of_a_lost_connection_names_the_lost_ranks(
     assert capfd.readouterr().err == "", "only the first of the ranks that are alive explains it"
 
 
-def test_other_errors_keep_their_traceback(make_ranks, refresh_in_sleep, capfd, own_signals):
+def test_other_errors_keep_their_traceback(make_ranks, keep_alive, capfd, own_signals):
     ranks = make_ranks(0, 0)
     for rank in ranks:
         rank.ended.set()  # only the handler of errors is tested
-    refresh_in_sleep(*ranks)
+    keep_alive(*ranks)
     for error in (RuntimeError("reset by peer"), RuntimeError("a shape"), ValueError("timed out")):
         sys.excepthook(type(error), error, None)
         printed = capfd.readouterr().err
@@ -223,29 +232,51 @@ def test_an_error_of_a_timeout_on_all_nodes_names_them(make_ranks, tmp_path, cap
 
 
 HALF_RECORD = '{"rank": 1, "ent'
+WHOLE_RECORD = json.dumps(asdict(Record(1, 1, "start"))) + "\n"
+# Seconds during which a rank reads records that are incomplete.
+SECONDS_OF_READS = 0.6
 
 
+@pytest.mark.parametrize(
+    "error, texts",
+    [
+        # Read after SECONDS_OF_READS, in which the other ranks time out.
+        ("Timed out waiting 1000ms", {0.0: HALF_RECORD, 0.75: WHOLE_RECORD}),
+        # Read at once, and again after two intervals of 0.1 seconds.
+        ("Connection closed by peer", {0.0: HALF_RECORD, 0.2: WHOLE_RECORD}),
+        (
+            "Connection closed by peer",
+            {0.0: WHOLE_RECORD, 0.1: HALF_RECORD, 0.35: WHOLE_RECORD},
+        ),
+    ],
+    ids=["timeout", "first reading", "second reading"],
+)
+@pytest.mark.usefixtures("own_signals")
 def test_a_record_that_is_shown_by_halves_is_read_again(
-    make_ranks, tmp_path, capfd, monkeypatch, own_signals
+    make_ranks, keep_alive, tmp_path, capfd, monkeypatch, error, texts
 ):
-    """After a timeout, and after a lost connection. Each sleep completes the record, or cuts it."""
+    """texts: after how many seconds the file of the other node has which content."""
+    monkeypatch.setattr(heartbeat_module, "POLL_SECONDS", SECONDS_OF_READS)
     (first,) = make_ranks(0)
     first.ended.set()
+    keep_alive(first)
     file = tmp_path / "node1"
-    whole_record = json.dumps(asdict(Record(1, 1, "start"))) + "\n"
+    timers = [threading.Timer(at, write, [file, text]) for at, text in texts.items() if at > 0]
+    write(file, texts[0.0])
+    for timer in timers:
+        timer.start()
+    first._explain(RuntimeError, RuntimeError(error), None)
+    for timer in timers:
+        timer.join()
+    line = capfd.readouterr().err
+    assert line.startswith("error: 1 rank is missing: rank 1 on node1 was last seen")
 
-    def sleep(seconds: float) -> None:
-        is_whole = file.read_text() == whole_record
-        file.write_text(HALF_RECORD if is_whole else whole_record)
-        first._refresh()
 
-    monkeypatch.setattr(heartbeat_module.time, "sleep", sleep)
-    for message in ("Timed out waiting 1000ms", "Connection closed by peer"):
-        for text in (whole_record, HALF_RECORD):
-            file.write_text(text)
-            first._explain(RuntimeError, RuntimeError(message), None)
-            line = capfd.readouterr().err
-            assert line.startswith("error: 1 rank is missing: rank 1 on node1 was last seen")
+def write(file: Path, text: str) -> None:
+    """Replace a file's content, such that no reader sees an empty file."""
+    unfinished = file.parent.with_name(file.name)
+    unfinished.write_text(text)
+    unfinished.rename(file)
 
 
 def test_records_that_stay_incomplete_do_not_hide_the_error(

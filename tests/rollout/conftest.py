@@ -44,11 +44,12 @@ def rollout_folder(tmp_path_factory):
     shape = {"vocab_size": len(tokenizer), "eos_token_id": END_TOKENS[-1]}
     # vLLM has no attention on CPUs for heads of fewer than 32 numbers.
     make_model(folder / "qwen3", "qwen3", head_dim=32, **shape)
+    make_model(folder / "one_layer", "qwen3", head_dim=32, num_hidden_layers=1, **shape)
     make_model(folder / "moe", "qwen3_moe", **shape)
     small = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     make_model(folder / "tied", "qwen2_tied", **small, **shape)
     make_model_with_implied_settings(folder / "tied_unsaid", shape)
-    for family in ("qwen3", "moe", "tied", "tied_unsaid"):
+    for family in ("qwen3", "one_layer", "moe", "tied", "tied_unsaid"):
         tokenizer.save_pretrained(folder / family)
         generation_config = {"eos_token_id": END_TOKENS[:-1]}
         file = folder / family / "generation_config.json"

@@ -15,6 +15,7 @@ from examples.arithmetic import make_tokenizer
 from rl.updates import compute
 from tests.rollout.launches import LAUNCHES, SMALL_MICRO_BATCHES, make_config
 from tests.rollout.sample_cases import make_share, values_in_order
+from tests.support.guarded import guarded_once, unguarded
 from tests.support.training import digest, gather
 
 CRITIC_STEPS = 40
@@ -39,14 +40,14 @@ def run(folder: Path, name: str) -> dict:
     export_hf(critic, make_tokenizer(), exported)
     result["read again"] = compute_values(build_critic(config, exported), batch)
 
-    actor = FSDPEngine(config, CPU, 10)
+    actor = build_actor(config)
     checkpointer = Checkpointer(folder / f"{name}_checkpoints", 1, False)
     train(actor, batch, imitation, range(2))
     progress = {"step": 2, "kl_coef": 0.25}
     checkpointer.save(2, actor, progress, make_tokenizer(), critic=critic)
     saved = [digest(actor.state()), digest(critic.state())]
     result["continued"] = continue_training(actor, critic, batch)
-    actor = FSDPEngine(config, CPU, 10)
+    actor = build_actor(config)
     critic = build_critic(config, config.model.path)
     result["progress"] = checkpointer.load(checkpointer.latest(), actor, critic=critic)
     restored = [digest(actor.state()), digest(critic.state())]
@@ -55,9 +56,15 @@ def run(folder: Path, name: str) -> dict:
     return result
 
 
+def build_actor(config) -> FSDPEngine:
+    with unguarded():  # rollout_worker.py has checked the same model
+        return FSDPEngine(config, CPU, 10)
+
+
 def build_critic(config, path) -> FSDPEngine:
     critic_config = OmegaConf.merge(config, {"model": {"path": str(path)}})
-    return FSDPEngine(critic_config, CPU, CRITIC_STEPS, head=Head.VALUES)
+    with guarded_once("critic"):
+        return FSDPEngine(critic_config, CPU, CRITIC_STEPS, head=Head.VALUES)
 
 
 def train(engine: FSDPEngine, batch: Batch, loss_fn, steps) -> list[dict]:

@@ -9,7 +9,7 @@ import torch
 from config import InputError, load
 from data.batching.batch import Batch
 
-NUM_UPDATES = 3
+NUM_UPDATES = 2
 LONG_PROMPT = 330
 MAX_TOKENS = 24
 SETTINGS = [

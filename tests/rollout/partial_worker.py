@@ -110,23 +110,33 @@ def run_step(roles: Roles, dataset: FixedPrompts, step: int) -> dict:
     """Do what train_ppo.py does in a step. step: from 0.
 
     Returns the weights before the update, the responses of all ranks, the turns of this rank that
-    continue, and metrics.
+    continue, metrics, and the times of the episodes' clock.
     """
+    times = [time_of_episodes(roles)]
     weights = {name: weight.clone() for name, weight in roles.actor.export_weights()}
     roles.wake()
     samples, _ = roles.collect(dataset, rows_of_batch, 0, step + 1)
+    times.append(time_of_episodes(roles))
     roles.sleep()
     share = roles.divide(samples)
     roles.compute_log_probs(share, step)
     metrics = roles.compute_advantages(samples, share, kl_coef=0.0)
     metrics |= roles.update_actor(share, step)
+    times.append(time_of_episodes(roles))
     groups = roles.partial.open.groups if roles.rollout.tp_rank == 0 else []
     return {
         "weights": weights,
         "responses": sum(gather(trained_responses(samples, share)), []),
         "open": sum(map(open_turns, groups), []),
         "metrics": metrics,
+        "times": times,
     }
+
+
+def time_of_episodes(roles: Roles) -> float | None:
+    """Return the time that limits of episodes are measured in; None for responses."""
+    is_for_episodes = isinstance(roles.grader, EpisodeRunner)
+    return roles.grader.clock() if is_for_episodes else None
 
 
 def trained_responses(samples: Samples, share: Share) -> list[dict]:

@@ -185,9 +185,15 @@ def columns_of(response) -> list[list]:
 def python_calls(enabled: bool):
     """Yield a list whose only element counts the calls of functions in HOST_FILES."""
     count = [0]
+    is_host_file: dict[str, bool] = {}
 
     def on_event(frame, event, _):
-        count[0] += event == "call" and bool(HOST_FILES.search(frame.f_code.co_filename))
+        if event != "call":
+            return
+        file = frame.f_code.co_filename
+        if file not in is_host_file:
+            is_host_file[file] = bool(HOST_FILES.search(file))
+        count[0] += is_host_file[file]
 
     sys.setprofile(on_event if enabled else None)
     try:

@@ -4,6 +4,7 @@ Judges the launches of partial_worker.py.
 """
 
 import functools
+from itertools import pairwise
 
 import pytest
 import torch
@@ -150,6 +151,16 @@ def test_the_update_is_that_of_a_plain_model(steps, model_of):
         assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=NORM_BOUND)
         assert norm > 0.01
     assert num_truncated > 0
+
+
+@pytest.mark.parametrize("steps", [LAUNCHES["episodes"]], ids=["episodes"], indirect=True)
+def test_the_time_of_episodes_passes_only_while_vllm_generates(steps):
+    """Otherwise episodes would time out while the trainer trains."""
+    for step, next_step in pairwise(steps):
+        before, after_drawing, after_training = step["times"]
+        assert after_drawing - before > 1e-3
+        assert after_training == after_drawing
+        assert next_step["times"][0] == after_training
 
 
 def advantages(responses: list[dict]) -> list[torch.Tensor]:

@@ -130,6 +130,8 @@ def run_request(folder: Path, command: list[str], cwd: str, env: dict[str, str])
     """Turn this process into `python *command`, and exit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if "MOUNTS_OF" in env:
+        enter_namespaces(env.pop("MOUNTS_OF"))
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -140,6 +142,17 @@ def run_request(folder: Path, command: list[str], cwd: str, env: dict[str, str])
     os.dup2(os.open(folder / "stdout", os.O_WRONLY | os.O_APPEND), 1)
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_APPEND), 2)
     os._exit(exit_code_of(run, command))
+
+
+def enter_namespaces(process: str) -> None:
+    """See the mounted disks of the process with this number."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("user", "mnt"):
+        path = f"/proc/{process}/ns/{kind}"
+        if os.readlink(path) == os.readlink(f"/proc/self/ns/{kind}"):
+            continue
+        if libc.setns(os.open(path, os.O_RDONLY), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {path}")
 
 
 def exit_code_of(work: Callable, *arguments) -> int:
@@ -177,14 +190,25 @@ def run(command: list[str]) -> None:
 
 def run_torchrun(arguments: list[str]) -> None:
     """Run torchrun so that its ranks are forks of this interpreter too."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.run import get_args_parser, main
 
+    dynamic_rendezvous.get_method_name = name_of_caller
     parsed = get_args_parser().parse_args(arguments)
     num_script_words = len(parsed.training_script_args) + 1
     options = arguments[: len(arguments) - num_script_words]
     this_file = os.path.abspath(__file__)
     script = [parsed.training_script, *parsed.training_script_args]
     main([*options, "--run-path", "--start-method=fork", this_file, "rank", *script])
+
+
+def name_of_caller(depth: int = 2) -> str:
+    """Return the name of a calling function, with which torchrun labels its records.
+
+    torchrun's own function looks through all imported modules and their files, which would take
+    it the better part of a second here.
+    """
+    return sys._getframe(depth).f_code.co_name
 
 
 def rank(command: list[str]) -> None:

@@ -38,7 +38,7 @@ LONG_LIMIT = 2400
 SECONDS_TO_END = 40
 
 # Modules that are imported before forking: for every command, for those that generate, and for
-# Megatron.
+# those with Megatron, some of which generate.
 TRAINING = (
     "torch.distributed.run",
     "job.run",
@@ -49,6 +49,9 @@ TRAINING = (
     "matplotlib.pyplot",
     "matplotlib.backends.backend_agg",
     "transformers.models.qwen3.modeling_qwen3",
+    "datasets",
+    "peft",
+    "torch.utils.tensorboard",
 )
 ROLLOUT = (
     *TRAINING,
@@ -62,13 +65,19 @@ ROLLOUT = (
     "vllm.model_executor.models.qwen2",
     "compressed_tensors.compressors",
 )
-MEGATRON = (*TRAINING, "engines.megatron.engine")
+MEGATRON = (*ROLLOUT, "engines.megatron.engine")
 GENERATES = re.compile(
     r"train_ppo|examples/loop|rollout\.episodes\.try|engines\.check|"
     r"/(rollout|rollout_images|episodes|partial|scheduler|speculation|adapters|pooling|fp8|routes)"
     r"_worker|"
     r"/(episodes_gpu|generation_profile|speculative_h200|weight_sync_h200)"
 )
+USES_MEGATRON = re.compile(r"megatron_worker|profiling_worker|model_engine=megatron")
+# pyarrow, which data sets need, would start a thread that returns memory to the system.
+SERVER_VARIABLES = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
 # On a machine with a GPU, importing torch starts threads, which a fork would lack.
 CAN_FORK = shutil.which("nvidia-smi") is None
 # vLLM's build for CPUs gives the shared memory of tensor parallelism the same name in every run, so
@@ -130,7 +139,7 @@ def fork_server(modules: tuple[str, ...]) -> subprocess.Popen:
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        env=environment(VLLM_LOGGING_LEVEL="ERROR"),
+        env=environment(**SERVER_VARIABLES),
     )
 
 
@@ -149,11 +158,11 @@ def script_of(command: list[str], cwd: Path, env: dict[str, str]) -> str | None:
     return script
 
 
-def modules_of(script: str) -> tuple[str, ...]:
-    """Return the modules that a script's processes should share."""
-    if GENERATES.search(script):
-        return ROLLOUT
-    return MEGATRON if "megatron_worker" in script else TRAINING
+def modules_of(script: str, command: list[str]) -> tuple[str, ...]:
+    """Return the modules that the processes of a command, which runs this script, should share."""
+    if USES_MEGATRON.search(" ".join(command)):
+        return MEGATRON
+    return ROLLOUT if GENERATES.search(script) else TRAINING
 
 
 def shared_memory_lock(command: list[str]) -> AbstractContextManager:
@@ -190,7 +199,7 @@ def run_now(
 ) -> subprocess.CompletedProcess:
     script = script_of(command, cwd, env) if CAN_FORK and not fresh else None
     if script is not None:
-        modules = modules_of(script)
+        modules = modules_of(script, command)
         return fork_to_end(command, modules, cwd, env, timeout)
     process = subprocess.Popen(
         command, cwd=cwd, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -330,14 +339,26 @@ def launch(
 
 
 def run(
-    command: list, returncode: int = 0, cwd: Path = ROOT, fresh: bool = False, **env: str
+    command: list,
+    returncode: int = 0,
+    cwd: Path = ROOT,
+    fresh: bool = False,
+    mounts_of: int | None = None,
+    **env: str,
 ) -> subprocess.CompletedProcess:
     """Run a command to its end and assert its exit code.
+
+    With mounts_of, it sees the disks that are mounted in that process's namespace.
 
     A command with environment variables of its own (other than READ_WHEN_USED) is never forked: the
     imports that it would share may have read them.
     """
     needs_own_imports = bool(env.keys() - READ_WHEN_USED)
+    if mounts_of is not None and CAN_FORK:
+        env["MOUNTS_OF"] = str(mounts_of)
+    elif mounts_of is not None:
+        user_namespace = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
+        command = ["nsenter", f"--target={mounts_of}", *user_namespace, "--mount", *command]
     done = run_to_end(command, cwd, environment(**env), LIMIT, fresh or needs_own_imports)
     assert done.returncode == returncode, (done.stdout + done.stderr)[-9000:]
     return done
@@ -376,7 +397,7 @@ def start(command: list, log: Path, fresh: bool = False, **env: str) -> subproce
         log.write_text("")
         (folder / "stdout").symlink_to(log)
         (folder / "stderr").symlink_to(log)
-        return Fork(command, modules_of(script), ROOT, own_environment, folder)
+        return Fork(command, modules_of(script, command), ROOT, own_environment, folder)
     with open(log, "w") as file:
         return subprocess.Popen(
             command,

@@ -12,6 +12,29 @@ FILES_THAT_SHARE_LAUNCHES = {
     "rollout": "tests/rollout/test_rollout*.py",
     "profiling": "tests/profiling/*.py",
 }
+# Other files that take more than half a minute, the longest first.
+LONG_FILES = (
+    "tests/job/test_sft.py",
+    "tests/rl/test_train_ppo.py",
+    "tests/rl/test_distillation.py",
+    "tests/preferences/test_train_dpo.py",
+    "tests/reward_models/test_train_rm.py",
+    "tests/rl/test_reward_model.py",
+    "tests/data/test_images.py",
+    "tests/engines/test_low_precision.py",
+    "tests/rollout/test_adapters.py",
+    "tests/rl/test_partial_runs.py",
+    "tests/rollout/test_partial_reference.py",
+    "tests/rl/test_episode_runs.py",
+    "tests/rl/test_killed_runs.py",
+    "tests/rl/test_partial_episode_runs.py",
+    "tests/rl/test_routing_replay.py",
+    "tests/engines/test_routing_replay.py",
+    "tests/repository/test_docs_runs.py",
+    "tests/repository/test_examples.py",
+    "tests/repository/test_benchmarks.py",
+    "tests/job/test_output.py",
+)
 
 
 def group_of(file: str) -> str | None:
@@ -22,13 +45,17 @@ def group_of(file: str) -> str | None:
     return None
 
 
-def is_long(file: str) -> bool:
-    """Return whether a file belongs to a group that takes minutes.
+def start_order(file: str) -> int:
+    """Return a number by which files are sorted, those that take longest first.
 
-    Groups go to a process as a whole, so they should begin first: otherwise one process would be
-    busy with the last group while the other one has nothing left to do.
+    A file goes to a process as a whole, and so does a group. If a long one began last, one process
+    would be busy with it while the other one has nothing left to do.
     """
-    return group_of(file) is not None
+    if group_of(file) is not None:
+        return 0
+    if file in LONG_FILES:
+        return 1 + LONG_FILES.index(file)
+    return 1 + len(LONG_FILES)
 
 
 class SharedLaunchScheduling(LoadFileScheduling):

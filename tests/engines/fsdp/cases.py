@@ -6,6 +6,7 @@ when they are imported.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from data.batching.batch import Batch
 from engines.fsdp.engine import FSDPEngine
 from engines.heads import Head
 from tests.support.cases import CaseKey, needs
+from tests.support.guarded import guarded_once
 from tests.support.plain import LORA_ALPHA, LORA_RANK
 from tests.support.training import (
     SETTINGS,
@@ -123,11 +125,14 @@ def build(
     more: Sequence[str] = (),
     lora: bool = False,
     head: Head = Head.LOG_PROBS,
+    always_guarded: bool = False,
 ) -> FSDPEngine:
     """Build an engine.
 
     engine: settings of the engine, separated by spaces. more: any other settings.
     lora: with adapters, which begin as those beside the model.
+    always_guarded: whether to check that sequences are kept apart even if this process has checked
+        the same model, and the same settings of the engine; see guarded_once().
     """
     settings = [
         f"model.path={model}",
@@ -138,7 +143,10 @@ def build(
     if lora:
         adapter = (f"adapter_path={model}_adapter", *LORA)
         settings += [f"model.lora.{setting}" for setting in adapter]
-    return FSDPEngine(load("sft.yaml", [*settings, *more]), device, TOTAL_STEPS, head=head)
+    config = load("sft.yaml", [*settings, *more])
+    check = nullcontext() if always_guarded else guarded_once(str(model), (engine, head))
+    with check:
+        return FSDPEngine(config, device, TOTAL_STEPS, head=head)
 
 
 def token_cap(num_tokens: int) -> list[str]:

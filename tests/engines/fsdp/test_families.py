@@ -70,7 +70,8 @@ def first_step(folder: Path, device: torch.device, family: str, form: str) -> di
     """Export a family's weights, evaluate it, and take a step."""
     settings = CP2 if form == "cp2" else FORMS[form]
     try:
-        engine = build(folder / family, device, f"{settings} torch_compile=never")
+        settings = f"{settings} torch_compile=never"
+        engine = build(folder / family, device, settings, always_guarded=True)
         weights = dict(engine.export_weights())
         answers = answers_of(engine)
         if dist.get_rank() == 0:
@@ -248,7 +249,7 @@ def refused(folder: Path, device: torch.device) -> dict[str, list[str] | None]:
     errors = {}
     for name in ("no_files", "missing_weight", "wrong_shape"):
         try:
-            build(folder / name, device)
+            build(folder / name, device, always_guarded=True)
             errors[name] = None
         except InputError as error:
             errors[name] = gather(str(error))
@@ -286,7 +287,7 @@ def guarded(folder: Path, device: torch.device) -> dict:
         for name, settings in layouts.items():
             try:
                 head = Head.VALUES if name == "critic" else Head.LOG_PROBS
-                build(folder / model, device, settings, head=head)
+                build(folder / model, device, settings, head=head, always_guarded=True)
                 told[f"{model} {name}"] = None
             except InputError as error:
                 told[f"{model} {name}"] = gather(str(error))
@@ -314,7 +315,7 @@ def guarded(folder: Path, device: torch.device) -> dict:
     told["found"] = guard.check_isolation(engine)
     told["same"] = gather(before == traces(engine))
     with redirect_stdout(io.StringIO()) as output:
-        build(folder / "deaf", device)
+        build(folder / "deaf", device, always_guarded=True)
     return told | {"deaf": gather(output.getvalue())}
 
 

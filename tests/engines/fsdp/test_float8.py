@@ -26,7 +26,7 @@ SETTINGS = {
     "adapters in bf16": ("qwen3", MASTER, True),
     "experts": ("qwen3_moe_balanced", f"{ROWWISE} {AUX}", False),
 }
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 @worker_case(1, 2)

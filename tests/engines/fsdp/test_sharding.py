@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.sharding import gradient_norm
 from tests.engines.fsdp.cases import make_config
+from tests.support.guarded import unguarded
 from tests.support.ranks import on_ranks
 from tests.support.training import make_batch, make_loss
 
@@ -59,7 +60,8 @@ class Step:
 def run_step(model: Path, *settings: str) -> Step:
     pairs = [f"model.path={model}", "engine.compute_dtype=bfloat16", *settings]
     config = make_config(model.parent, *pairs)
-    engine = FSDPEngine(config, torch.device("cpu"), total_steps=4)
+    with unguarded():
+        engine = FSDPEngine(config, torch.device("cpu"), total_steps=4)
     batch = make_batch(1)
     loss_fn = make_loss(len(batch.input_ids))
     with CountOperators() as operators:
@@ -158,7 +160,8 @@ def test_the_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16(tmp_path):
 def reports_own_group(model: Path, context_parallel_size: int | str) -> bool:
     settings = f"engine.context_parallel_size={context_parallel_size}"
     config = make_config(model.parent, f"model.path={model}", settings)
-    engine = FSDPEngine(config, torch.device("cpu"), total_steps=4)
+    with unguarded():
+        engine = FSDPEngine(config, torch.device("cpu"), total_steps=4)
     return engine.reports_group(engine.cp_groups[2])
 
 
