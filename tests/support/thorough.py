@@ -119,7 +119,6 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "1-compiled",  # for two minutes; compiled losses and updates are compared elsewhere, too
         "2-lora_cp2",
         "2-lora_offload",
-        "2-pure_bf16",
         "2-uneven_padded",
         "4-again_cp2_dp2",
         "4-again_auto",
