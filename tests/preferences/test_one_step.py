@@ -7,7 +7,7 @@ import pytest
 
 import train_dpo
 from examples.arithmetic import make_tokenizer
-from tests.preferences.assets import NUM_ROWS, arguments, make_assets
+from tests.preferences.assets import BATCH_SIZE, NUM_ROWS, arguments, make_assets
 from tests.support.launch import metrics
 from tests.support.scripts import limit_positions, run_in_fork
 
@@ -38,9 +38,24 @@ def test_exports_and_checkpoints_name_the_end_token_that_rows_teach(finished):
 
 def test_the_log_tells_what_the_run_does(finished):
     out, printed = finished
+    assert f"model: {out}/hf" in printed
     assert "more than the model's max_position_embeddings=8" in printed
     assert f"step 0 of 1 (5 per epoch), {NUM_ROWS} rows, 1 data-parallel rank on cpu" in printed
-    _, line = metrics(out)  # the first one is the validation before training
+    before, line = metrics(out)  # the first one is the validation before training
+    assert {"val/loss", "timing/validate"} <= before.keys()
     assert line["train/skipped"] == 0
     assert line["train/epoch"] == 1 / 5
+    assert "timing/save" in line, "it is added at the end of the run"
     assert {"train/loss", "val/loss", "timing/ref_compute_log_prob"} <= line.keys()
+
+
+def test_a_checkpoint_names_the_settings_of_its_run(finished):
+    out, _ = finished
+    saved = json.loads((out / "checkpoints" / "step_00000001" / "trainer.json").read_text())
+    assert saved["step"] == 1
+    assert saved["export_dtype"] == "float32"
+    assert saved["lora"] is None
+    assert saved["tokenization"]["data.train_files"].endswith("train.jsonl")
+    assert saved["run"]["data.train_batch_size"] == BATCH_SIZE
+    assert saved["run"]["data.shuffle"] is True
+    assert saved["run"]["algorithm.loss"] == "dpo"

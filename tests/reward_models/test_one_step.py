@@ -29,11 +29,14 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
 
 def test_the_log_tells_what_the_run_does(finished):
     out, printed = finished
+    assert f"model: {out}/hf" in printed
     assert "more than the model's max_position_embeddings=8" in printed
     assert f"step 0 of 1 (5 per epoch), {NUM_ROWS} rows, 1 data-parallel rank on cpu" in printed
-    _, line = metrics(out)  # the first one is the validation before training
+    before, line = metrics(out)  # the first one is the validation before training
+    assert {"val/loss", "timing/validate"} <= before.keys()
     assert line["train/skipped"] == 0
     assert line["train/epoch"] == 1 / 5
+    assert "timing/save" in line, "it is added at the end of the run"
     assert {"train/loss", "val/loss", "val/margin"} <= line.keys()
 
 
@@ -43,3 +46,15 @@ def test_exports_and_checkpoints_name_the_padding_token(finished):
         config = json.loads((directory / "config.json").read_text())
         assert config["pad_token_id"] == make_tokenizer().pad_token_id
         assert config["id2label"].keys() == {"0"}
+
+
+def test_a_checkpoint_names_the_settings_of_its_run(finished):
+    out, _ = finished
+    saved = json.loads((out / "checkpoints" / "step_00000001" / "trainer.json").read_text())
+    assert saved["step"] == 1
+    assert saved["export_dtype"] == "float32"
+    assert saved["lora"] is None
+    assert saved["tokenization"]["data.train_files"].endswith("train.jsonl")
+    assert saved["run"]["data.train_batch_size"] == 8
+    assert saved["run"]["data.shuffle"] is True
+    assert saved["run"]["algorithm.loss"] == "bradley_terry"

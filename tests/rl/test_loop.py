@@ -183,6 +183,7 @@ def test_tokens_per_second_are_those_of_one_device(finished):
     num_tokens = roles.samples.lengths.sum().item()
     for line in run.tracker.lines[1:]:
         assert line["perf/tokens_per_second"] == num_tokens / SECONDS_PER_LOOK / NUM_RANKS
+        assert line["timing/step"] == 2 * SECONDS_PER_LOOK
 
 
 def test_progress_counts_batches_and_the_updates_of_each_model(finished):
