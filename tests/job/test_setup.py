@@ -81,6 +81,21 @@ def test_a_run_knows_its_data_steps_and_identity(set_up, tmp_path, capsys):
     progress = run.progress
     assert (progress.step, progress.skipped, progress.lora) == (0, 0, None)
     assert progress.export_dtype == run.config.engine.compute_dtype
+    assert progress.tokenization["data.train_files"].endswith("train.jsonl")
+    assert progress.identity.keys() == {
+        "model_engine",
+        "model.lora",
+        "model.mtp.enable_train",
+        "model.freeze",
+        "optim.name",
+        "optim.state_dtype",
+        "the model",
+        "data.train_batch_size",
+        "data.train_files",
+        *run.order.identity,
+        "trainer.seed",
+    }
+    assert run.order.identity.keys() == {"data.shuffle", "data.weights", "data.sampler"}
     assert progress.identity["data.train_batch_size"] == 4
     assert progress.identity["data.train_files"].startswith(run.train.name[:16])
     assert progress.identity["the model"] == "qwen3 of 3 layers of 32"

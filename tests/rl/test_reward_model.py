@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from config import InputError, load
+from config import InputError, defaults, load
 from configs.errors import errors_about_model
 from data.answered import encode_answered, find_unseen, form_of
 from data.chat.tokenizer import ChatTokenizer
@@ -330,6 +330,19 @@ def test_the_policy_learns_from_the_reward_model_alone(assets, tmp_path):
     line = metrics(tmp_path)[-1]
     assert line["score/mean"] == pytest.approx(WEIGHT * line["reward/model/mean"], abs=1e-6)
     assert "reward/function/mean" not in line
+
+
+def test_the_configuration_of_the_reward_model_is_the_actors_without_its_changes():
+    """It keeps the settings of the engine, and reads conversations with a template of its own."""
+    actor = ["model.freeze=[embed]", "model.lora.rank=4", "model.mtp.enable_train=true"]
+    actor += ["data.chat_template=own.jinja", "data.max_tokens_per_micro_batch=77"]
+    config = reward_model_config(configure("reward.model.path=judge", *actor))
+    assert config.model.path == "judge"
+    assert config.model.freeze == []
+    assert config.model.lora == defaults("model.lora")
+    assert config.model.mtp == defaults("model.mtp")
+    assert config.data.chat_template is None
+    assert config.data.max_tokens_per_micro_batch == 77
 
 
 # The longer conversation has 53 tokens.

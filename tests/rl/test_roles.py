@@ -50,6 +50,7 @@ class RecordingEngine:
         self.on_device = {"parameters", "optimizer"}
 
     def train_batch(self, batch, loss_fn, step, micro_batches):
+        self.onload()
         self.batches.append(batch)
         rate = schedule.learning_rate(self.config.optim, step, self.total_steps)
         return {"lr": rate, "skipped": 0}
@@ -169,6 +170,13 @@ def test_trained_engines_leave_the_device_before_vllm_wakes(make_roles):
 
     assert roles.rollout.held["weights"] == {"actor": {"parameters"}, "critic": set()}
     assert roles.rollout.held["kv_cache"] == {"actor": set(), "critic": set()}
+
+
+def test_a_critic_leaves_the_device_before_the_actor_is_updated(make_roles):
+    roles = make_roles(6, GAE, device="cuda")
+    roles.update_critic(make_share(), 0)
+    assert roles.critic.batches == [None]
+    assert roles.critic.on_device == set()
 
 
 def test_engines_are_built_for_their_roles(make_roles):
