@@ -36,6 +36,7 @@ def test_the_log_tells_what_the_run_does(finished):
     assert {"val/loss", "timing/validate"} <= before.keys()
     assert line["train/skipped"] == 0
     assert line["train/epoch"] == 1 / 5
+    assert "timing/validate" in line
     assert "timing/save" in line, "it is added at the end of the run"
     assert {"train/loss", "val/loss", "val/margin"} <= line.keys()
 
