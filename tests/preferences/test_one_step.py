@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import train_dpo
+from engines.model.model_files import fingerprint
 from examples.arithmetic import make_tokenizer
 from tests.preferences.assets import BATCH_SIZE, NUM_ROWS, arguments, make_assets
 from tests.support.launch import metrics
@@ -60,3 +61,4 @@ def test_a_checkpoint_names_the_settings_of_its_run(finished):
     assert saved["run"]["data.train_batch_size"] == BATCH_SIZE
     assert saved["run"]["data.shuffle"] is True
     assert saved["run"]["algorithm.loss"] == "dpo"
+    assert saved["run"]["the reference"] == fingerprint(out.parent / "model")

@@ -55,6 +55,7 @@ def test_a_checkpoint_names_the_settings_of_its_run(finished):
     assert saved["step"] == 1
     assert saved["export_dtype"] == "float32"
     assert saved["lora"] is None
+    assert saved["is_classifier"] is True
     assert saved["tokenization"]["data.train_files"].endswith("train.jsonl")
     assert saved["run"]["data.train_batch_size"] == 8
     assert saved["run"]["data.shuffle"] is True
