@@ -588,6 +588,7 @@ def test_groups_that_only_the_reward_model_tells_apart_are_informative():
     assert scored.scores.tolist() == [1.25, 1.25, 1.125, 1.5]
     assert scored.metrics["reward/informative_groups"] == 0.5
     assert scored.metrics["score/mean"] == scored.scores.mean().item()
+    assert scored.metrics["reward/function/mean"] == 1
 
 
 # -- conversations ---------------------------------------------------------------------------------

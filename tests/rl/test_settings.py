@@ -2,7 +2,7 @@
 
 import pytest
 
-from config import CONFIGS, InputError
+from config import CONFIGS, InputError, defaults
 from engines.context_parallel import check_batch_size
 from rl.models import needs_old_log_probs, role_configs
 from rl.requirements import parse, read_requirements
@@ -313,3 +313,23 @@ def test_ranks_divide_responses():
         InputError, match="train_batch_size=2 x rollout.n=2 is less than the 5 data-parallel ranks"
     ):
         check_batch_size(config, 5)
+
+
+def test_each_model_has_its_own_part_of_the_actors_settings():
+    """The critic and the reference have models of their own, and the critic a learning rate."""
+    actor = ["model.freeze=[embed]", "model.lora.rank=4", "model.lora.adapter_path=trained"]
+    actor += ["model.mtp.enable_train=true", "optim.lr=0.5", "rollout.routing_replay=true"]
+    others = ["critic.path=judge", "critic.lr=0.25", "reference.path=base"]
+    roles = role_configs(configure(GAE, "algorithm.use_kl_loss=true", *actor, *others))
+    assert [*roles] == ["actor", "critic", "reference"]
+    critic = roles["critic"]
+    reference = roles["reference"]
+    assert [role.model.path for role in roles.values()] == ["unused", "judge", "base"]
+    assert [role.optim.lr for role in roles.values()] == [0.5, 0.25, 0.5]
+    assert [role.rollout.routing_replay for role in roles.values()] == [True, False, False]
+    assert critic.model.freeze == ["embed"]
+    assert critic.model.lora == roles["actor"].model.lora | {"adapter_path": None}
+    assert critic.model.mtp == defaults("model.mtp")
+    assert reference.model.freeze == []
+    assert reference.model.lora == defaults("model.lora")
+    assert reference.model.mtp == defaults("model.mtp")
