@@ -1,6 +1,7 @@
 """Checkpoints of one rank, with an engine that is only a dictionary of tensors."""
 
 import shutil
+from concurrent.futures import Future
 from fractions import Fraction
 from pathlib import Path
 
@@ -117,6 +118,14 @@ def test_latest_names_the_checkpoint_that_was_saved_last(checkpointer, engine):
         saved = save(checkpointer, step, engine)
         assert (checkpointer.directory / "latest").read_text() == saved.name + "\n"
         assert checkpointer.latest() == saved
+
+
+def test_a_save_reports_the_error_of_the_one_before_it(checkpointer, engine):
+    checkpointer.pending = Future()
+    checkpointer.pending.set_exception(RuntimeError("the disk is gone"))
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        save(checkpointer, 1, engine)
+    assert save(checkpointer, 2, engine).is_dir()
 
 
 @pytest.mark.parametrize("max_checkpoints, kept", [(1, [5]), (3, [3, 4, 5]), (-1, [1, 2, 3, 4, 5])])

@@ -71,7 +71,11 @@ def set_up(settings):
 
 
 def test_a_run_knows_its_data_steps_and_identity(set_up, tmp_path, capsys):
+    record = tmp_path / "out" / "heartbeat" / "rank_7"
+    record.parent.mkdir(parents=True)
+    record.write_text("of a run that has ended")
     run = set_up(f"data.val_files={tmp_path}/val.jsonl", "trainer.max_checkpoints=5")
+    assert not record.exists()
     assert (len(run.train), len(run.val)) == (9, 1)
     assert (run.steps_per_epoch, run.total_steps) == (2, 6)
     assert (run.rank, run.world_size, run.resume_from) == (0, 1, None)
