@@ -513,9 +513,7 @@ def test_weights_in_several_files(folder, tmp_path):
     assert {n: file for file in files for n in held[file]} == index["weight_map"]
     sizes = [[weights[name].numel() * 4 for name in held[file]] for file in files]
     assert all(sum(of_file) <= max_bytes for of_file in sizes)
-    assert any(len(of_file) > 1 for of_file in sizes[1:]), (
-        "each file is filled, not the first alone"
-    )
+    assert any(len(of_file) > 1 for of_file in sizes[1:]), "not the first file alone is filled"
     assert {p.name for p in tmp_path.iterdir()} == {
         *files,
         "config.json",
