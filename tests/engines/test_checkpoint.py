@@ -212,6 +212,19 @@ def test_a_damaged_checkpoint_is_not_resumed_from(checkpointer, engine, file):
     assert (checkpointer.directory / "latest").read_text() == "step_00000001\n"
 
 
+def test_in_place_of_a_damaged_checkpoint_of_another_run_its_newest_one_is_named(
+    checkpointer, engine, tmp_path
+):
+    save(checkpointer, 1, engine)
+    intact = save(checkpointer, 2, engine)
+    damaged = save(checkpointer, 3, engine)
+    flip_bit(damaged / DAMAGED[0])
+    own = Checkpointer(tmp_path / "own", max_checkpoints=3, asynchronous=False)
+    with pytest.raises(InputError, match=f"step_00000003 is damaged.*; {intact} is intact"):
+        own.find(str(damaged))
+    assert damaged.is_dir(), "it belongs to the other run"
+
+
 @pytest.mark.parametrize("file", DAMAGED)
 def test_a_damaged_checkpoint_is_not_exported(checkpointer, engine, tmp_path, file):
     damaged = save(checkpointer, 1, engine)
