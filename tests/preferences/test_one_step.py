@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 import train_dpo
 from engines.model.model_files import fingerprint
@@ -16,6 +17,19 @@ from tests.support.scripts import limit_positions, run_in_fork
 pytestmark = pytest.mark.slow
 
 
+def main(config: DictConfig) -> None:
+    """Run the script, and print the roles whose memory it estimates."""
+    set_up = train_dpo.set_up
+
+    def set_up_and_print(*arguments):
+        run = set_up(*arguments)
+        print("memory of", *run.memory_plan.roles)
+        return run
+
+    train_dpo.set_up = set_up_and_print
+    train_dpo.main(config)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:
     """The directory of a run, and what it has printed."""
@@ -25,7 +39,7 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     settings = [f"data.val_files={folder}/val.jsonl", "trainer.total_steps=1"]
     out = folder / "out"
     pairs = arguments(folder, out, *settings, "trainer.max_checkpoints=1")
-    return out, run_in_fork(train_dpo.main, "dpo.yaml", pairs, folder / "log.txt")
+    return out, run_in_fork(main, "dpo.yaml", pairs, folder / "log.txt")
 
 
 def test_exports_and_checkpoints_name_the_end_token_that_rows_teach(finished):
@@ -40,6 +54,7 @@ def test_exports_and_checkpoints_name_the_end_token_that_rows_teach(finished):
 def test_the_log_tells_what_the_run_does(finished):
     out, printed = finished
     assert f"model: {out}/hf" in printed
+    assert "memory of None reference\n" in printed
     assert "more than the model's max_position_embeddings=8" in printed
     assert f"step 0 of 1 (5 per epoch), {NUM_ROWS} rows, 1 data-parallel rank on cpu" in printed
     before, line = metrics(out)  # the first one is the validation before training

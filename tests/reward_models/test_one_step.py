@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 import train_rm
 from examples.arithmetic import make_tokenizer
@@ -15,6 +16,19 @@ from tests.support.scripts import limit_positions, run_in_fork
 pytestmark = pytest.mark.slow
 
 
+def main(config: DictConfig) -> None:
+    """Run the script, and print the roles whose memory it estimates."""
+    set_up = train_rm.set_up
+
+    def set_up_and_print(*arguments):
+        run = set_up(*arguments)
+        print("memory of", *run.memory_plan.roles)
+        return run
+
+    train_rm.set_up = set_up_and_print
+    train_rm.main(config)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:
     """The directory of a run, and what it has printed."""
@@ -24,12 +38,13 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     out = folder / "out"
     settings = [f"data.val_files={folder}/val.jsonl", "trainer.total_steps=1"]
     pairs = arguments(folder, out, *settings)
-    return out, run_in_fork(train_rm.main, "rm.yaml", pairs, folder / "log.txt")
+    return out, run_in_fork(main, "rm.yaml", pairs, folder / "log.txt")
 
 
 def test_the_log_tells_what_the_run_does(finished):
     out, printed = finished
     assert f"model: {out}/hf" in printed
+    assert "memory of trained reward model\n" in printed
     assert "more than the model's max_position_embeddings=8" in printed
     assert f"step 0 of 1 (5 per epoch), {NUM_ROWS} rows, 1 data-parallel rank on cpu" in printed
     before, line = metrics(out)  # the first one is the validation before training
