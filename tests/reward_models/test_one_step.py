@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 import train_rm
 from examples.arithmetic import make_tokenizer
+from reward_models import settings
 from tests.reward_models.assets import NUM_ROWS, arguments, make_assets
 from tests.support.launch import metrics
 from tests.support.scripts import limit_positions, run_in_fork
@@ -17,15 +18,21 @@ pytestmark = pytest.mark.slow
 
 
 def main(config: DictConfig) -> None:
-    """Run the script, and print the roles whose memory it estimates."""
+    """Run the script; print the roles whose memory it estimates, and the rows it looks through."""
     set_up = train_rm.set_up
+    choose_padding = settings.choose_padding
 
     def set_up_and_print(*arguments):
         run = set_up(*arguments)
         print("memory of", *run.memory_plan.roles)
         return run
 
+    def choose_and_print(run_config, tokenizer, datasets):
+        print("padding for rows:", *map(len, datasets))
+        return choose_padding(run_config, tokenizer, datasets)
+
     train_rm.set_up = set_up_and_print
+    settings.choose_padding = choose_and_print
     train_rm.main(config)
 
 
@@ -36,8 +43,8 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     make_assets(folder)
     limit_positions(folder / "model", 8)
     out = folder / "out"
-    settings = [f"data.val_files={folder}/val.jsonl", "trainer.total_steps=1"]
-    pairs = arguments(folder, out, *settings)
+    steps = [f"data.val_files={folder}/val.jsonl", "trainer.total_steps=1"]
+    pairs = arguments(folder, out, *steps)
     return out, run_in_fork(main, "rm.yaml", pairs, folder / "log.txt")
 
 
@@ -57,7 +64,9 @@ def test_the_log_tells_what_the_run_does(finished):
 
 
 def test_exports_and_checkpoints_name_the_padding_token(finished):
-    out, _ = finished
+    out, printed = finished
+    num_val_rows = len((out.parent / "val.jsonl").read_text().splitlines())
+    assert f"padding for rows: {NUM_ROWS} {num_val_rows}\n" in printed
     for directory in (out / "hf", out / "checkpoints" / "step_00000001" / "hf"):
         config = json.loads((directory / "config.json").read_text())
         assert config["pad_token_id"] == make_tokenizer().pad_token_id
