@@ -375,3 +375,18 @@ def test_what_a_step_and_a_validation_ask_the_sampler_for(make_roles, monkeypatc
     assert "timing/validate" in roles.profiler.end_step()
     failures = (tmp_path / "failures.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in failures] == [3, 7]
+
+
+@pytest.mark.parametrize("max_staleness, oversample", [(0, 1.0), (2, 1.5)])
+def test_more_groups_than_a_step_needs_begin_only_if_they_may_wait(
+    make_roles, monkeypatch, max_staleness, oversample
+):
+    monkeypatch.setattr(roles_module, "ContinuingRollout", lambda rollout: rollout)
+    partial = ["rollout.partial.enable=true", "algorithm.rollout_is=token"]
+    partial += [f"rollout.partial.max_staleness={max_staleness}", "rollout.partial.oversample=1.5"]
+    roles = make_roles(6, *partial, "data.train_batch_size=8")
+    roles.rollout = SimpleNamespace(num_replicas=2)
+    sampler = roles._start_partial([0], range, step=3)
+    assert sampler.ledger.num_replicas == 2
+    assert sampler.ledger.oversample == oversample
+    assert sampler.ledger.limit == 4 * 8, "the groups of the steps that are left"
