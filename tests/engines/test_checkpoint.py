@@ -1,6 +1,7 @@
 """Checkpoints of one rank, with an engine that is only a dictionary of tensors."""
 
 import shutil
+from concurrent.futures import Future
 from fractions import Fraction
 from pathlib import Path
 
@@ -119,6 +120,14 @@ def test_latest_names_the_checkpoint_that_was_saved_last(checkpointer, engine):
         assert checkpointer.latest() == saved
 
 
+def test_a_save_reports_the_error_of_the_one_before_it(checkpointer, engine):
+    checkpointer.pending = Future()
+    checkpointer.pending.set_exception(RuntimeError("the disk is gone"))
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        save(checkpointer, 1, engine)
+    assert save(checkpointer, 2, engine).is_dir()
+
+
 @pytest.mark.parametrize("max_checkpoints, kept", [(1, [5]), (3, [3, 4, 5]), (-1, [1, 2, 3, 4, 5])])
 def test_the_newest_checkpoints_are_kept(checkpointer, engine, max_checkpoints, kept):
     checkpointer.max_checkpoints = max_checkpoints
@@ -201,6 +210,19 @@ def test_a_damaged_checkpoint_is_not_resumed_from(checkpointer, engine, file):
     assert not damaged.exists()
     assert damaged.with_name("step_00000002.damaged").is_dir()
     assert (checkpointer.directory / "latest").read_text() == "step_00000001\n"
+
+
+def test_in_place_of_a_damaged_checkpoint_of_another_run_its_newest_one_is_named(
+    checkpointer, engine, tmp_path
+):
+    save(checkpointer, 1, engine)
+    intact = save(checkpointer, 2, engine)
+    damaged = save(checkpointer, 3, engine)
+    flip_bit(damaged / DAMAGED[0])
+    own = Checkpointer(tmp_path / "own", max_checkpoints=3, asynchronous=False)
+    with pytest.raises(InputError, match=f"step_00000003 is damaged.*; {intact} is intact"):
+        own.find(str(damaged))
+    assert damaged.is_dir(), "it belongs to the other run"
 
 
 @pytest.mark.parametrize("file", DAMAGED)

@@ -62,6 +62,19 @@ def test_a_full_disk_names_its_node_if_there_are_several(
         disk.require(tmp_path, 2 * disk.free(tmp_path))
 
 
+def test_a_file_that_cannot_be_replaced_keeps_its_content_and_leaves_no_other(tmp_path):
+    path = tmp_path / "latest"
+    disk.replace(path, "old")
+    assert path.read_text() == "old"
+    with pytest.raises(UnicodeEncodeError):
+        disk.replace(path, "\ud800")
+    (tmp_path / "folder" / "inside").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        disk.replace(tmp_path / "folder", "new")
+    assert path.read_text() == "old"
+    assert {file.name for file in tmp_path.iterdir()} == {"latest", "folder"}
+
+
 def test_sizes_of_files_and_directories(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "one").write_bytes(b"1" * 10)

@@ -32,6 +32,7 @@ def test_equal_ranks_have_no_difference(tmp_path):
     assert "rankwise's train_ppo.py" in setup
     assert not any("tests/" in name for name in setup)
     assert setup["Python"] == platform.python_version().rpartition(".")[0]
+    assert {"torch", "transformers", "vLLM"} < setup.keys()
     assert "not installed" not in {setup[name] for name in consistency.LIBRARIES}
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from engines.parallel import device
 from job import output
 from tests.support.launch import LIMIT, ROOT, environment, launch, run, wait_for
 
+HOST = socket.gethostname()
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -93,7 +95,7 @@ def test_without_flock_a_lock_of_this_host_holds_as_long_as_it_is_touched(tmp_pa
     monkeypatch.setattr(output, "WATCH_SECONDS", 2.0)
     monkeypatch.setattr(output, "TOUCH_SECONDS", 0.2)
     lock = output.Lock(tmp_path)
-    with pytest.raises(InputError, match=f"is in use by process {os.getpid()} on "):
+    with pytest.raises(InputError, match=f"is in use by process {os.getpid()} on {HOST},"):
         output.Lock(tmp_path)
     lock.release()
     output.Lock(tmp_path).release()
@@ -106,12 +108,15 @@ def test_a_lock_whose_file_is_deleted_is_taken_again(tmp_path, monkeypatch):
     for _ in range(2):
         file.unlink()
         wait_until(lambda: file.exists() and file.read_text())
-        with pytest.raises(InputError, match=f"is in use by process {os.getpid()} on "):
+        with pytest.raises(InputError, match=f"is in use by process {os.getpid()} on {HOST},"):
             output.Lock(tmp_path)
     os.utime(file, (0, 0))
     wait_until(lambda: file.stat().st_mtime > 0)
     lock.release()
     assert file.read_text() == ""
+    file.unlink()
+    time.sleep(0.5)
+    assert not file.exists(), "a lock that is released is not taken again"
 
 
 def test_a_lock_that_another_run_has_taken_meanwhile_is_left_to_it(tmp_path, monkeypatch):

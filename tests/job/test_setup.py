@@ -72,16 +72,36 @@ def set_up(settings):
 
 
 def test_a_run_knows_its_data_steps_and_identity(set_up, tmp_path, capsys):
+    record = tmp_path / "out" / "heartbeat" / "rank_7"
+    record.parent.mkdir(parents=True)
+    record.write_text("of a run that has ended")
     run = set_up(f"data.val_files={tmp_path}/val.jsonl", "trainer.max_checkpoints=5")
+    assert not record.exists()
     assert (len(run.train), len(run.val)) == (9, 1)
     assert (run.steps_per_epoch, run.total_steps) == (2, 6)
     assert (run.rank, run.world_size, run.resume_from) == (0, 1, None)
     assert run.base_name == str(tmp_path / "model")
+    assert [*run.memory_plan.roles] == [None]
     assert run.checkpointer.directory == tmp_path / "out" / "checkpoints"
     assert run.checkpointer.max_checkpoints == 5
     progress = run.progress
     assert (progress.step, progress.skipped, progress.lora) == (0, 0, None)
     assert progress.export_dtype == run.config.engine.compute_dtype
+    assert progress.tokenization["data.train_files"].endswith("train.jsonl")
+    assert progress.identity.keys() == {
+        "model_engine",
+        "model.lora",
+        "model.mtp.enable_train",
+        "model.freeze",
+        "optim.name",
+        "optim.state_dtype",
+        "the model",
+        "data.train_batch_size",
+        "data.train_files",
+        *run.order.identity,
+        "trainer.seed",
+    }
+    assert run.order.identity.keys() == {"data.shuffle", "data.weights", "data.sampler"}
     assert progress.identity["data.train_batch_size"] == 4
     assert progress.identity["data.train_files"].startswith(run.train.name[:16])
     assert progress.identity["the model"] == "qwen3 of 3 layers of 32"

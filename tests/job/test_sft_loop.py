@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 import train_sft
+from config import InputError
 from data.batching.batch import Batch, make_cu_seqlens
 from data.batching.order import global_batch
 from data.batching.plan import Plan
@@ -143,7 +145,16 @@ def test_metrics_of_a_step_are_those_of_the_whole_batch(finished):
         assert line["perf/tokens_per_second"] == num_tokens / SECONDS_PER_LOOK / NUM_RANKS
         flops = 1000 * num_tokens + (num_tokens - 2) + 20
         assert line["perf/mfu"] == pytest.approx(flops / SECONDS_PER_LOOK / NUM_RANKS / 100)
-        assert {"timing/data", "timing/train_batch", "timing/step"} < line.keys()
+        assert line["timing/step"] == 2 * SECONDS_PER_LOOK
+        assert {"timing/data", "timing/train_batch", "perf/memory_peak_gib"} < line.keys()
+
+
+def test_skipped_steps_end_the_run(finished):
+    run, engine = finished
+    run.progress = train_sft.SftProgress(identity={})
+    run.config = OmegaConf.merge(run.config, {"trainer": {"max_skipped_steps": 0}})
+    with pytest.raises(InputError, match="not finite in 1 of 1 updates"):
+        train_sft.train(run, engine)
 
 
 def test_a_checkpoint_is_saved_when_it_is_due_with_the_progress_after_the_step(finished):

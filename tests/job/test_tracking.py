@@ -93,6 +93,9 @@ def test_the_console_names_steps_whose_rewards_are_all_equal(tmp_path, capsys):
         ("engine.compute_dtype=float32", [5e-4], False),
         ("engine.compute_dtype=bfloat16", [0.045], False),
         ("engine.compute_dtype=bfloat16 rollout.top_p=0.9", [0.3], False),
+        ("engine.compute_dtype=bfloat16 rollout.quantization=fp8", [0.3], False),
+        ("engine.compute_dtype=bfloat16 rollout.kv_cache_dtype=fp8", [0.3], False),
+        ("engine.compute_dtype=bfloat16 engine.float8=tensorwise", [0.3], False),
         ("engine.compute_dtype=bfloat16 rollout.top_p=0.9 rollout.top_k=8", [0.3, 0.4], True),
     ],
 )

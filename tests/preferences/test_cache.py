@@ -1,17 +1,23 @@
 """The cache of the reference's log-probabilities: what its name depends on, and what it spares."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
 
 from config import load
+from data.batching.plan import Plan
 from data.preference_dataset import PreferenceDataset, tokenize_preferences
 from examples.arithmetic import make_tokenizer
-from preferences.cache import cache_folder
+from preferences.cache import cache_folder, log_probs_of_rows
 from preferences.losses import PreferenceLoss
 from preferences.reference import model_stages, role_configs
 from tests.preferences.assets import make_pair, write_rows
 from tests.support.models import make_model
+from tests.support.ranks import on_ranks
 
 QUESTION = {"role": "user", "content": "What is 1+1"}
 ROWS = [
@@ -33,12 +39,23 @@ def folder(tmp_path_factory) -> Path:
 
 def name_of(folder: Path, rows: str, *settings: str) -> str:
     """Return the name of the folder for a file of rows."""
-    model = f"model.path={folder}/model"
-    config = load("dpo.yaml", [model, f"data.train_files={folder}/{rows}", *settings])
-    tokens = tokenize_preferences(
-        config.data.train_files, make_tokenizer(), config.data, folder / "tokens", folder / "model"
-    )
+    config = configure(folder, rows, *settings)
+    tokens = tokens_of(folder, rows, *settings)
     return cache_folder(config, PreferenceDataset.load(tokens), folder).name
+
+
+def configure(folder: Path, rows: str, *settings: str) -> DictConfig:
+    model = f"model.path={folder}/model"
+    return load("dpo.yaml", [model, f"data.train_files={folder}/{rows}", *settings])
+
+
+def tokens_of(folder: Path, rows: str, *settings: str) -> Path:
+    """Return the folder of the tokenized rows of a file."""
+    data = configure(folder, rows, *settings).data
+    tokenizer = make_tokenizer()
+    return tokenize_preferences(
+        data.train_files, tokenizer, data, folder / "tokens", folder / "model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,3 +111,33 @@ def test_a_cached_reference_computes_in_no_stage_of_a_step(settings, expected):
     assert model_stages(config, loss, has_validation=True) == [*expected, "validate"]
     has_engine = "ref_compute_log_prob" in expected
     assert ("reference" in role_configs(config, loss)) == has_engine
+
+
+class SharingEngine:
+    """Two data-parallel ranks that both work on sequence 0; rank 1 also has sequences 1 to 3."""
+
+    def __init__(self):
+        self.dp_rank = dist.get_rank()
+
+    def plan(self, lengths) -> Plan:
+        sequences = [0] if self.dp_rank == 0 else [3, 0, 2, 1]
+        return Plan(sequences, [], torch.tensor([0, 1, 1, 1]), torch.tensor([2, 1, 1, 1]))
+
+    def sum_over_dp(self, values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values)
+        return values
+
+
+def log_probs_on_rank(dataset: PreferenceDataset) -> list[float]:
+    def negative_ids(share, micro_batches):
+        return -share.input_ids.float()
+
+    reference = SimpleNamespace(engine=SharingEngine(), log_probs=negative_ids)
+    return log_probs_of_rows(reference, dataset, range(2)).tolist()
+
+
+def test_a_sequence_that_ranks_share_counts_once(folder, tmp_path):
+    tokens = tokens_of(folder, "rows.jsonl")
+    dataset = PreferenceDataset.load(tokens)
+    expected = (-dataset.batch(range(2)).input_ids.float()).tolist()
+    assert on_ranks(2, tmp_path, log_probs_on_rank, dataset) == [expected, expected]

@@ -256,6 +256,7 @@ def test_a_loss_with_other_arguments_is_an_error(tmp_path, signature, message):
     "result, message",
     [
         ("chosen_log_probs", "must return losses, chosen rewards, rejected rewards"),
+        ("(chosen_log_probs, chosen_log_probs)", "must return losses, chosen rewards, rejected"),
         ("chosen_log_probs.sum(), chosen_log_probs, chosen_log_probs", r"per pair, shape \[4\]"),
         ("1.0, chosen_log_probs, chosen_log_probs", r"per pair, shape \[4\], not 1.0"),
     ],

@@ -4,15 +4,30 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 import train_dpo
+from engines.model.model_files import fingerprint
 from examples.arithmetic import make_tokenizer
-from tests.preferences.assets import NUM_ROWS, arguments, make_assets
+from tests.preferences.assets import BATCH_SIZE, NUM_ROWS, arguments, make_assets
 from tests.support.launch import metrics
 from tests.support.scripts import limit_positions, run_in_fork
 
 # They start neither torchrun nor vLLM, but a run takes four seconds.
 pytestmark = pytest.mark.slow
+
+
+def main(config: DictConfig) -> None:
+    """Run the script, and print the roles whose memory it estimates."""
+    set_up = train_dpo.set_up
+
+    def set_up_and_print(*arguments):
+        run = set_up(*arguments)
+        print("memory of", *run.memory_plan.roles)
+        return run
+
+    train_dpo.set_up = set_up_and_print
+    train_dpo.main(config)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +39,7 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     settings = [f"data.val_files={folder}/val.jsonl", "trainer.total_steps=1"]
     out = folder / "out"
     pairs = arguments(folder, out, *settings, "trainer.max_checkpoints=1")
-    return out, run_in_fork(train_dpo.main, "dpo.yaml", pairs, folder / "log.txt")
+    return out, run_in_fork(main, "dpo.yaml", pairs, folder / "log.txt")
 
 
 def test_exports_and_checkpoints_name_the_end_token_that_rows_teach(finished):
@@ -38,9 +53,27 @@ def test_exports_and_checkpoints_name_the_end_token_that_rows_teach(finished):
 
 def test_the_log_tells_what_the_run_does(finished):
     out, printed = finished
+    assert f"model: {out}/hf" in printed
+    assert "memory of None reference\n" in printed
     assert "more than the model's max_position_embeddings=8" in printed
     assert f"step 0 of 1 (5 per epoch), {NUM_ROWS} rows, 1 data-parallel rank on cpu" in printed
-    _, line = metrics(out)  # the first one is the validation before training
+    before, line = metrics(out)  # the first one is the validation before training
+    assert {"val/loss", "timing/validate"} <= before.keys()
     assert line["train/skipped"] == 0
     assert line["train/epoch"] == 1 / 5
+    assert "timing/validate" in line
+    assert "timing/save" in line, "it is added at the end of the run"
     assert {"train/loss", "val/loss", "timing/ref_compute_log_prob"} <= line.keys()
+
+
+def test_a_checkpoint_names_the_settings_of_its_run(finished):
+    out, _ = finished
+    saved = json.loads((out / "checkpoints" / "step_00000001" / "trainer.json").read_text())
+    assert saved["step"] == 1
+    assert saved["export_dtype"] == "float32"
+    assert saved["lora"] is None
+    assert saved["tokenization"]["data.train_files"].endswith("train.jsonl")
+    assert saved["run"]["data.train_batch_size"] == BATCH_SIZE
+    assert saved["run"]["data.shuffle"] is True
+    assert saved["run"]["algorithm.loss"] == "dpo"
+    assert saved["run"]["the reference"] == fingerprint(out.parent / "model")

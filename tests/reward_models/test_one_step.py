@@ -4,15 +4,36 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 import train_rm
 from examples.arithmetic import make_tokenizer
+from reward_models import settings
 from tests.reward_models.assets import NUM_ROWS, arguments, make_assets
 from tests.support.launch import metrics
 from tests.support.scripts import limit_positions, run_in_fork
 
 # They start neither torchrun nor vLLM, but a run takes four seconds.
 pytestmark = pytest.mark.slow
+
+
+def main(config: DictConfig) -> None:
+    """Run the script; print the roles whose memory it estimates, and the rows it looks through."""
+    set_up = train_rm.set_up
+    choose_padding = settings.choose_padding
+
+    def set_up_and_print(*arguments):
+        run = set_up(*arguments)
+        print("memory of", *run.memory_plan.roles)
+        return run
+
+    def choose_and_print(run_config, tokenizer, datasets):
+        print("padding for rows:", *map(len, datasets))
+        return choose_padding(run_config, tokenizer, datasets)
+
+    train_rm.set_up = set_up_and_print
+    settings.choose_padding = choose_and_print
+    train_rm.main(config)
 
 
 @pytest.fixture(scope="module")
@@ -22,24 +43,44 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     make_assets(folder)
     limit_positions(folder / "model", 8)
     out = folder / "out"
-    settings = [f"data.val_files={folder}/val.jsonl", "trainer.total_steps=1"]
-    pairs = arguments(folder, out, *settings)
-    return out, run_in_fork(train_rm.main, "rm.yaml", pairs, folder / "log.txt")
+    steps = [f"data.val_files={folder}/val.jsonl", "trainer.total_steps=1"]
+    pairs = arguments(folder, out, *steps)
+    return out, run_in_fork(main, "rm.yaml", pairs, folder / "log.txt")
 
 
 def test_the_log_tells_what_the_run_does(finished):
     out, printed = finished
+    assert f"model: {out}/hf" in printed
+    assert "memory of trained reward model\n" in printed
     assert "more than the model's max_position_embeddings=8" in printed
     assert f"step 0 of 1 (5 per epoch), {NUM_ROWS} rows, 1 data-parallel rank on cpu" in printed
-    _, line = metrics(out)  # the first one is the validation before training
+    before, line = metrics(out)  # the first one is the validation before training
+    assert {"val/loss", "timing/validate"} <= before.keys()
     assert line["train/skipped"] == 0
     assert line["train/epoch"] == 1 / 5
+    assert "timing/validate" in line
+    assert "timing/save" in line, "it is added at the end of the run"
     assert {"train/loss", "val/loss", "val/margin"} <= line.keys()
 
 
 def test_exports_and_checkpoints_name_the_padding_token(finished):
-    out, _ = finished
+    out, printed = finished
+    num_val_rows = len((out.parent / "val.jsonl").read_text().splitlines())
+    assert f"padding for rows: {NUM_ROWS} {num_val_rows}\n" in printed
     for directory in (out / "hf", out / "checkpoints" / "step_00000001" / "hf"):
         config = json.loads((directory / "config.json").read_text())
         assert config["pad_token_id"] == make_tokenizer().pad_token_id
         assert config["id2label"].keys() == {"0"}
+
+
+def test_a_checkpoint_names_the_settings_of_its_run(finished):
+    out, _ = finished
+    saved = json.loads((out / "checkpoints" / "step_00000001" / "trainer.json").read_text())
+    assert saved["step"] == 1
+    assert saved["export_dtype"] == "float32"
+    assert saved["lora"] is None
+    assert saved["is_classifier"] is True
+    assert saved["tokenization"]["data.train_files"].endswith("train.jsonl")
+    assert saved["run"]["data.train_batch_size"] == 8
+    assert saved["run"]["data.shuffle"] is True
+    assert saved["run"]["algorithm.loss"] == "bradley_terry"

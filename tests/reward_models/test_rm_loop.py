@@ -1,13 +1,31 @@
 """The loop of train_rm.py."""
 
+import pytest
+
 import train_rm
-from tests.support.loops import check_metrics, run_loop
+from tests.support.loops import (
+    Loop,
+    check_metrics,
+    check_skipped_steps_end_the_run,
+    check_stages,
+    make_loop,
+)
 
 
-def test_metrics_of_a_step_are_those_of_the_whole_batch(
-    own_signals, process_group, tmp_path, monkeypatch
-):
-    """The head computes one score for each of the four conversations."""
+@pytest.fixture
+def loop(own_signals, process_group, tmp_path, monkeypatch) -> Loop:
     progress = train_rm.RewardProgress(identity={})
-    lines = run_loop(train_rm, "rm.yaml", progress, tmp_path, monkeypatch)
-    check_metrics(lines, num_predicted_of=lambda num_tokens: 4)
+    return make_loop(train_rm, "rm.yaml", progress, tmp_path, monkeypatch)
+
+
+def test_metrics_of_a_step_are_those_of_the_whole_batch(loop):
+    """The head computes one score for each of the four conversations."""
+    check_metrics(loop, num_predicted_of=lambda num_tokens: 4)
+
+
+def test_stages_are_reported_with_their_step(loop):
+    check_stages(loop, ["data", "train_batch"])
+
+
+def test_skipped_steps_end_the_run(loop):
+    check_skipped_steps_end_the_run(loop)

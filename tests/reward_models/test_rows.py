@@ -9,7 +9,8 @@ from config import InputError, load
 from data.reward_dataset import RewardDataset, read_rewarded, tokenize_rewards
 from data.tokenization import plain_options
 from examples.arithmetic import make_tokenizer
-from reward_models.settings import choose_padding
+from reward_models.losses import RewardLoss
+from reward_models.settings import check_lengths, choose_padding
 from tests.support.models import make_model
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
@@ -91,6 +92,43 @@ def test_a_batch_has_the_whole_rendered_conversation(tmp_path):
     assert batch.fields["target"][ends].tolist() == [0, 0, 2, 2]
     assert batch.fields["answer"][ends].tolist() == [0, 1, 2, 3]
     assert dataset.last_tokens() == {expected[-1]}
+
+
+@pytest.mark.parametrize(
+    "rows, settings, longest",
+    [
+        ([PAIR | {"rejected": "300"}], [], lambda lengths: lengths.sum(1).max() + 2),
+        (
+            [PAIR | {"rejected": "300"}],
+            ["engine.use_remove_padding=false"],
+            lambda lengths: 2 * (lengths.max() + 1),
+        ),
+        (
+            [{"messages": CHAT, "score": 1}],
+            ["algorithm.loss=regression"],
+            lambda lengths: lengths.max() + 1,
+        ),
+    ],
+    ids=["packed pairs", "padded pairs", "scores"],
+)
+def test_the_longest_row_fits_exactly_with_a_token_for_each_score(
+    tmp_path, rows, settings, longest
+):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer()
+    path = tokenize_rewards(str(file), tokenizer, options_of(), tmp_path / "cache", tmp_path)
+    dataset = RewardDataset.load(path)
+    num_tokens = int(longest(dataset.answer_lengths))
+    for limit in (num_tokens, num_tokens - 1):
+        pairs = [*settings, f"data.max_tokens_per_micro_batch={limit}"]
+        config = load("rm.yaml", ["model.path=/m", "data.train_files=/f", *pairs])
+        loss = RewardLoss.of(config)
+        if limit == num_tokens:
+            check_lengths(config, loss, dataset, world_size=1)
+            continue
+        with pytest.raises(InputError, match=f"has {num_tokens} tokens, more than data.max_tokens"):
+            check_lengths(config, loss, dataset, world_size=1)
 
 
 @pytest.mark.parametrize(

@@ -584,6 +584,7 @@ def test_a_teacher_may_have_a_larger_embedding_and_further_tokens(tokenizers):
         ("nothing", [], 264, "nothing has 264 tokens and model.path="),
         ("nothing", [], 264, "and algorithm.distill.teacher="),
         ("policy", ["algorithm.distill.top_k=201"], 264, "is more than the 200 tokens"),
+        ("policy", ["algorithm.distill.top_k=151"], 150, "is more than the 150 tokens"),
     ],
 )
 def test_another_vocabulary_is_one_line(tokenizers, teacher, more, num_teacher_tokens, message):

@@ -36,6 +36,7 @@ def normalized(rewards, num_sequences, total, **_):
 def needs_alpha(rewards, num_sequences, alpha, **_): return rewards, rewards
 def without_rest(rewards): return rewards, rewards
 def without_returns(rewards, **_): return rewards
+def three_results(rewards, **_): return rewards, rewards, rewards
 
 SEEN = {}
 def sees_all(*, rewards, mask, sequence, group, values, baseline, old_log_probs, ref_log_probs,
@@ -282,6 +283,10 @@ def test_total_adds_up_the_response_tokens(configure):
         (
             ["adv_estimator=my.py:without_returns"],
             "without_returns must return a pair: advantages and returns",
+        ),
+        (
+            ["adv_estimator=my.py:three_results"],
+            "three_results must return a pair: advantages and returns",
         ),
         (
             ["loss_agg_mode=my.py:total_length"],

@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 import train_ppo
-from config import load
+from config import InputError, load
 from job.hardware import Hardware
 from job.order import Order
 from job.run import Run
@@ -54,9 +54,11 @@ class Roles:
     """Draws the same samples in every step, of which the first step's actor is still waiting.
 
     calls: the name of each call with the number of a step or a batch that it received
+    skipped: role -> how many of its updates are skipped in a step
     """
 
     host_group = None
+    skipped = {"actor": 0, "critic": 1}
 
     def __init__(self, profiler, samples):
         self.profiler = profiler
@@ -104,11 +106,11 @@ class Roles:
 
     def update_critic(self, share, step):
         self.calls.append(("critic", step))
-        return {"critic/skipped": 1}
+        return {"critic/skipped": self.skipped["critic"]}
 
     def update_actor(self, share, step):
         self.calls.append(("actor", step))
-        return {} if step == 0 else {"actor/skipped": 0}
+        return {} if step == 0 else {"actor/skipped": self.skipped["actor"]}
 
     def memory(self):
         return {"perf/memory": 3.0}
@@ -183,6 +185,7 @@ def test_tokens_per_second_are_those_of_one_device(finished):
     num_tokens = roles.samples.lengths.sum().item()
     for line in run.tracker.lines[1:]:
         assert line["perf/tokens_per_second"] == num_tokens / SECONDS_PER_LOOK / NUM_RANKS
+        assert line["timing/step"] == 2 * SECONDS_PER_LOOK
 
 
 def test_progress_counts_batches_and_the_updates_of_each_model(finished):
@@ -198,6 +201,16 @@ def test_progress_counts_batches_and_the_updates_of_each_model(finished):
     assert progress["actor_skipped"] == 0
     assert progress["failures"] == 2
     assert [line["train/epoch"] for line in run.tracker.lines[1:]] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("role, num_updates", [("actor", 6), ("critic", 12)])
+def test_skipped_updates_of_either_model_end_the_run(tmp_path, monkeypatch, role, num_updates):
+    """One of the actor's in its first step, the second; or one of the critic's in each step."""
+    monkeypatch.setattr(Roles, "skipped", {"actor": 0, "critic": 0} | {role: 1})
+    limit = 0 if role == "actor" else 1
+    samples = make_samples([1], [1], [0])
+    with pytest.raises(InputError, match=f"in {limit + 1} of {num_updates} updates"):
+        finish(tmp_path, monkeypatch, samples, f"trainer.max_skipped_steps={limit}")
 
 
 def test_an_adaptive_penalty_counts_episodes_and_not_their_branches(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from config import InputError, load
+from config import InputError, defaults, load
 from configs.errors import errors_about_model
 from data.answered import encode_answered, find_unseen, form_of
 from data.chat.tokenizer import ChatTokenizer
@@ -332,6 +332,19 @@ def test_the_policy_learns_from_the_reward_model_alone(assets, tmp_path):
     assert "reward/function/mean" not in line
 
 
+def test_the_configuration_of_the_reward_model_is_the_actors_without_its_changes():
+    """It keeps the settings of the engine, and reads conversations with a template of its own."""
+    actor = ["model.freeze=[embed]", "model.lora.rank=4", "model.mtp.enable_train=true"]
+    actor += ["data.chat_template=own.jinja", "data.max_tokens_per_micro_batch=77"]
+    config = reward_model_config(configure("reward.model.path=judge", *actor))
+    assert config.model.path == "judge"
+    assert config.model.freeze == []
+    assert config.model.lora == defaults("model.lora")
+    assert config.model.mtp == defaults("model.mtp")
+    assert config.data.chat_template is None
+    assert config.data.max_tokens_per_micro_batch == 77
+
+
 # The longer conversation has 53 tokens.
 @pytest.mark.parametrize(
     "num_positions, max_tokens", [(30, 200), (53, 200), (54, 200), (512, 30), (512, 200)]
@@ -575,6 +588,7 @@ def test_groups_that_only_the_reward_model_tells_apart_are_informative():
     assert scored.scores.tolist() == [1.25, 1.25, 1.125, 1.5]
     assert scored.metrics["reward/informative_groups"] == 0.5
     assert scored.metrics["score/mean"] == scored.scores.mean().item()
+    assert scored.metrics["reward/function/mean"] == 1
 
 
 # -- conversations ---------------------------------------------------------------------------------

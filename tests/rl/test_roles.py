@@ -1,5 +1,6 @@
 """The stages of a step, with engines that only record their calls."""
 
+import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -50,6 +51,7 @@ class RecordingEngine:
         self.on_device = {"parameters", "optimizer"}
 
     def train_batch(self, batch, loss_fn, step, micro_batches):
+        self.onload()
         self.batches.append(batch)
         rate = schedule.learning_rate(self.config.optim, step, self.total_steps)
         return {"lr": rate, "skipped": 0}
@@ -169,6 +171,13 @@ def test_trained_engines_leave_the_device_before_vllm_wakes(make_roles):
 
     assert roles.rollout.held["weights"] == {"actor": {"parameters"}, "critic": set()}
     assert roles.rollout.held["kv_cache"] == {"actor": set(), "critic": set()}
+
+
+def test_a_critic_leaves_the_device_before_the_actor_is_updated(make_roles):
+    roles = make_roles(6, GAE, device="cuda")
+    roles.update_critic(make_share(), 0)
+    assert roles.critic.batches == [None]
+    assert roles.critic.on_device == set()
 
 
 def test_engines_are_built_for_their_roles(make_roles):
@@ -336,3 +345,48 @@ def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(make_rol
     roles.close()
     assert roles.actor.on_device == roles.critic.on_device == set()
     assert roles.rollout.calls == ["sleep", "shutdown"]
+
+
+def test_what_a_step_and_a_validation_ask_the_sampler_for(make_roles, monkeypatch, tmp_path):
+    """A validation reports its total time, and not that of its stages."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    settings = ["trainer.seed=5", "validation.n=2", "reward.max_failure_rate=1"]
+    roles = make_roles(6, *settings, f"output_dir={tmp_path}")
+    roles.rollout = RecordingRollout({"actor": roles.actor})
+    draw = make_samples([2], [1.0], [0], failures=[failure(1)])
+    requests = []
+    roles.sampler = SimpleNamespace(draw=lambda *values: requests.append(values) or draw)
+    dataset = [0, 1, 2]
+
+    samples, next_batch = roles.collect(dataset, range, 4, step=3)
+    assert len(samples) == 1
+    assert next_batch == 5
+    assert roles.validate(dataset, step=7) is draw
+
+    (step, of_step), (validation, of_validation) = requests
+    assert (step.rows, step.seed, step.section) == (range(4), (5, 4), "rollout")
+    assert step.sampling == roles.config.rollout
+    assert of_step is roles.profiler
+    assert validation.dataset is dataset
+    assert validation.rows == range(3)
+    assert (validation.seed, validation.section) == ((5, -1), "validation")
+    assert validation.sampling.n == 2
+    assert of_validation is not roles.profiler
+    assert "timing/validate" in roles.profiler.end_step()
+    failures = (tmp_path / "failures.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in failures] == [3, 7]
+
+
+@pytest.mark.parametrize("max_staleness, oversample", [(0, 1.0), (2, 1.5)])
+def test_more_groups_than_a_step_needs_begin_only_if_they_may_wait(
+    make_roles, monkeypatch, max_staleness, oversample
+):
+    monkeypatch.setattr(roles_module, "ContinuingRollout", lambda rollout: rollout)
+    partial = ["rollout.partial.enable=true", "algorithm.rollout_is=token"]
+    partial += [f"rollout.partial.max_staleness={max_staleness}", "rollout.partial.oversample=1.5"]
+    roles = make_roles(6, *partial, "data.train_batch_size=8")
+    roles.rollout = SimpleNamespace(num_replicas=2)
+    sampler = roles._start_partial([0], range, step=3)
+    assert sampler.ledger.num_replicas == 2
+    assert sampler.ledger.oversample == oversample
+    assert sampler.ledger.limit == 4 * 8, "the groups of the steps that are left"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from config import CONFIGS, InputError
+from config import CONFIGS, InputError, defaults
 from engines.context_parallel import check_batch_size
-from rl.models import needs_old_log_probs, role_configs
+from rl.models import hooked_stages, needs_old_log_probs, path_keys, role_configs
 from rl.requirements import parse, read_requirements
 from rl.settings import WHITENED, check_settings
 from tests.support.samples import (
@@ -324,3 +324,57 @@ def test_ranks_divide_responses():
         InputError, match="train_batch_size=2 x rollout.n=2 is less than the 5 data-parallel ranks"
     ):
         check_batch_size(config, 5)
+
+
+def test_each_model_has_its_own_part_of_the_actors_settings():
+    """The critic and the reference have models of their own, and the critic a learning rate."""
+    actor = ["model.freeze=[embed]", "model.lora.rank=4", "model.lora.adapter_path=trained"]
+    actor += ["model.mtp.enable_train=true", "optim.lr=0.5", "rollout.routing_replay=true"]
+    others = ["critic.path=judge", "critic.lr=0.25", "reference.path=base"]
+    roles = role_configs(configure(GAE, "algorithm.use_kl_loss=true", *actor, *others))
+    assert [*roles] == ["actor", "critic", "reference"]
+    critic = roles["critic"]
+    reference = roles["reference"]
+    assert [role.model.path for role in roles.values()] == ["unused", "judge", "base"]
+    assert [role.optim.lr for role in roles.values()] == [0.5, 0.25, 0.5]
+    assert [role.rollout.routing_replay for role in roles.values()] == [True, False, False]
+    assert critic.model.freeze == ["embed"]
+    assert critic.model.lora == roles["actor"].model.lora | {"adapter_path": None}
+    assert critic.model.mtp == defaults("model.mtp")
+    assert reference.model.freeze == []
+    assert reference.model.lora == defaults("model.lora")
+    assert reference.model.mtp == defaults("model.mtp")
+
+
+def test_a_model_of_its_own_is_named_by_its_key():
+    models = ["critic.path=judge", "reference.path=base", "algorithm.distill.teacher=wise"]
+    assert path_keys(configure(*models)) == {
+        "teacher": "algorithm.distill.teacher",
+        "reward model": "reward.model.path",
+        "critic": "critic.path",
+        "reference": "reference.path",
+    }
+    assert path_keys(configure()) == {"reward model": "reward.model.path"}
+
+
+@pytest.mark.parametrize(
+    "settings, device_type, stages",
+    [
+        ([], "cpu", ["rollout_generate", "actor_update"]),
+        ([], "cuda", ["actor_update"]),
+        (["rollout.enforce_eager=true"], "cuda", ["rollout_generate", "actor_update"]),
+        (
+            [GAE, "data.train_batch_size=8", "algorithm.ppo_mini_batch_size=4"],
+            "cuda",
+            ["actor_compute_log_prob", "compute_values", "critic_update", "actor_update"],
+        ),
+        (
+            ["algorithm.use_kl_loss=true", "reward.model.path=judge"],
+            "cuda",
+            ["ref_compute_log_prob", "reward_model_compute", "actor_update"],
+        ),
+        (["algorithm.distill.teacher=wise"], "cuda", ["teacher_compute", "actor_update"]),
+    ],
+)
+def test_stages_in_which_modules_call_hooks(settings, device_type, stages):
+    assert hooked_stages(configure(*settings), device_type) == stages

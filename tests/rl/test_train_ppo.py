@@ -383,6 +383,13 @@ def test_a_run_leaves_what_it_promises(layouts, assets):
     assert checkpoints(out) == ["latest", "step_00000003"]
     assert (out / "report.png").stat().st_size > 10_000
     assert "kl_loss_coef: 0.1" in (out / "config.yaml").read_text()
+    saved = json.loads((out / "checkpoints" / "step_00000003" / "trainer.json").read_text())
+    identity = {"rollout.n": 4, "rollout.partial.enable": False, "data.shuffle": True}
+    identity |= {"algorithm.adv_estimator": "grpo", "critic": False}
+    assert identity.items() <= saved["run"].items()
+    assert saved["tokenization"]["data.train_files"].endswith("train.jsonl")
+    assert saved["export_dtype"] == "float32"
+    assert saved["lora"] is None
     stages = (
         "rollout_generate",
         "reward",

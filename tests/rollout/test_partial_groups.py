@@ -29,6 +29,26 @@ from rollout.partial.responses import check_can_continue
 from tests.support.ranks import on_ranks
 
 
+def complete_group(number: int, version: int) -> OpenGroup:
+    """Return a group with one complete response of one token, drawn by weights of a version."""
+    response = OpenResponse(seed=number)
+    response.append(np.array([7]), np.array([-1.0]), None, version)
+    response.is_complete = True
+    return OpenGroup(number, number, [response])
+
+
+@pytest.mark.parametrize(
+    "finishes_old, trained, kept", [(True, [1, 2, 4], [3]), (False, [1], [2, 3, 4])]
+)
+def test_a_step_trains_on_all_groups_that_are_due(finishes_old, trained, kept):
+    """The oldest ones, even if there are more of them than it needs, in order of their numbers."""
+    groups = OpenGroups(max_staleness=2, finishes_old=finishes_old)
+    versions = {1: 3, 2: 3, 3: 4, 4: 3}
+    groups.groups = [complete_group(*pair) for pair in reversed(versions.items())]
+    assert [group.number for group in groups.take_trained(1, version=5)] == trained
+    assert sorted(group.number for group in groups.groups) == kept
+
+
 @dataclass
 class Schedule:
     """A run whose responses have lengths of their own.

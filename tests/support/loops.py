@@ -1,13 +1,17 @@
 """The loops of train_dpo.py and train_rm.py, with an engine that computes nothing."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from config import InputError
 from data.batching.batch import Batch, make_cu_seqlens
 from data.batching.order import global_batch
+from job.run import Run
 from tests.job.test_run import STEPS_PER_EPOCH, make_run
 
 NUM_RANKS = 4
@@ -50,10 +54,38 @@ def rows_of_step(step: int):
     return global_batch(NUM_ROWS, ROWS_PER_STEP, 0, step)
 
 
-def run_loop(
-    script: ModuleType, defaults: str, progress, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> list[dict]:
-    """Run three steps of a script's loop, and return their metrics.
+@dataclass
+class Loop:
+    """A run of three steps of a script's loop.
+
+    lines: the metrics of each step
+    saved: what Checkpointer.save() received
+    """
+
+    script: ModuleType
+    run: Run
+    trainer: Trainer
+    lines: list[dict] = field(default_factory=list)
+    saved: list[tuple] = field(default_factory=list)
+
+    def log(self, step: int, line: dict) -> None:
+        self.lines.append({"step": step, **line})
+
+    def save(self, *values) -> None:
+        self.saved.append(values)
+
+    def train(self) -> None:
+        self.script.train(self.run, self.trainer)
+
+
+def make_loop(
+    script: ModuleType,
+    defaults: str,
+    progress,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Loop:
+    """Return a loop before its first step. It saves after the second one.
 
     Args:
         defaults: the script's file in configs/.
@@ -66,25 +98,29 @@ def run_loop(
     run.val = None
     run.order = SimpleNamespace(rows_of_batch=rows_of_step)
     run.progress = progress
+    run.agreement.save_freq = 2
     run.agreement.begin(total_steps=10)
-    lines = []
-    run.tracker = SimpleNamespace(log=lambda step, line: lines.append({"step": step, **line}))
+    run.tokenizer = "tokenizer"
+    run.profiler.on_stage = run.heartbeat.enter
+    loop = Loop(script, run, Trainer())
+    run.tracker = SimpleNamespace(log=loop.log)
+    run.checkpointer = SimpleNamespace(save=loop.save)
     clock = iter(range(1000))
     now = SimpleNamespace(perf_counter=lambda: SECONDS_PER_LOOK * next(clock))
     monkeypatch.setattr(script, "time", now)
     monkeypatch.setattr("engines.parallel.device.peak_flops", lambda device: PEAK)
-    script.train(run, Trainer())
-    return lines
+    return loop
 
 
-def check_metrics(lines: list[dict], num_predicted_of) -> None:
+def check_metrics(loop: Loop, num_predicted_of) -> None:
     """Check that the metrics of each step are those of the whole batch.
 
     Args:
         num_predicted_of: the number of tokens of a batch -> how many of them the head computes.
     """
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    for step, line in enumerate(lines, 1):
+    loop.train()
+    assert [line["step"] for line in loop.lines] == [1, 2, 3]
+    for step, line in enumerate(loop.lines, 1):
         num_tokens = len(Dataset().batch(rows_of_step(step - 1)).input_ids)
         flops = FLOPS_PER_TOKEN * num_tokens + num_predicted_of(num_tokens)
         assert line["train/loss"] == 1
@@ -92,3 +128,29 @@ def check_metrics(lines: list[dict], num_predicted_of) -> None:
         assert line["train/epoch"] == step / STEPS_PER_EPOCH
         assert line["perf/tokens_per_second"] == num_tokens / SECONDS_PER_LOOK / NUM_RANKS
         assert line["perf/mfu"] == pytest.approx(flops / SECONDS_PER_LOOK / NUM_RANKS / PEAK)
+        assert line["timing/step"] == 2 * SECONDS_PER_LOOK
+        assert {"timing/data", "perf/memory_peak_gib"} < line.keys()
+
+
+def check_stages(loop: Loop, stages: list[str]) -> None:
+    """Check the stages that the heartbeat hears of, and the checkpoint that the second step saves.
+
+    Args:
+        stages: those of each step, except for "save".
+    """
+    loop.train()
+    expected = [(stage, step) for step in (1, 2, 3) for stage in stages]
+    expected.insert(2 * len(stages), ("save", 2))
+    assert loop.run.heartbeat.entered == expected
+    ((step, engine, progress, tokenizer),) = loop.saved
+    assert (step, engine, tokenizer) == (2, loop.trainer.engine, "tokenizer")
+    assert progress["step"] == 2
+    assert progress["skipped"] == 1
+
+
+def check_skipped_steps_end_the_run(loop: Loop) -> None:
+    """Check that a loop whose first update is skipped ends if none may be."""
+    loop.run.config = OmegaConf.merge(loop.run.config, {"trainer": {"max_skipped_steps": 0}})
+    with pytest.raises(InputError, match="not finite in 1 of 1 updates"):
+        loop.train()
+    assert not loop.lines

@@ -513,6 +513,7 @@ def test_weights_in_several_files(folder, tmp_path):
     assert {n: file for file in files for n in held[file]} == index["weight_map"]
     for tensors in held.values():
         assert sum(tensor.numel() * 4 for tensor in tensors.values()) <= max_bytes
+    assert any(len(held[file]) > 1 for file in files[1:]), "not the first file alone is filled"
     assert {p.name for p in tmp_path.iterdir()} == {
         *files,
         "config.json",

@@ -212,7 +212,10 @@ def test_flops_of_frozen_weights_are_four_each(folder):
         hf_config = read_hf_config(folder / "llama")
         hf, _ = build_model(make_config(folder, *pairs), Head.LOG_PROBS)
         numbers = SimpleNamespace(_flops=count_flops(hf, hf_config))
-        return numbers._flops, FSDPEngine.flops(numbers, [10, 20])
+        all_predicted = FSDPEngine.flops(numbers, [10, 20])
+        predicted_at_four = FSDPEngine.flops(numbers, [10, 20], 4)
+        assert all_predicted - predicted_at_four == (30 - 4) * numbers._flops[1]
+        return numbers._flops, all_predicted
 
     whole, of_whole = flops()
     adapted, of_adapted = flops(*(f"model.lora.{key}" for key in LORA))
