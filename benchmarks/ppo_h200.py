@@ -104,9 +104,10 @@ def make_assets(
     """
     from examples.arithmetic import make_rows, make_tokenizer
 
-    if not (directory / "tokenizer").exists():
+    folder = tokenizer_folder(directory, has_words=vocab_size is not None)
+    if not folder.exists():
         tokenizer = make_word_tokenizer(vocab_size) if vocab_size else make_tokenizer()
-        tokenizer.save_pretrained(directory / "tokenizer")
+        tokenizer.save_pretrained(folder)
     prompts = prompt_file(directory, num_prompts, size)
     if prompts.exists():
         return prompts
@@ -118,6 +119,10 @@ def make_assets(
             row["images"] = [draw_picture(picture_folder(directory, size) / f"{i}.png", i, size)]
     write_lines(prompts, rows)
     return prompts
+
+
+def tokenizer_folder(assets: Path, has_words: bool) -> Path:
+    return assets / ("tokenizer_words" if has_words else "tokenizer")
 
 
 def make_word_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -163,6 +168,10 @@ def draw_picture(path: Path, seed: int, size: tuple[int, int]) -> str:
     image = Image.fromarray(colours).resize((width, height), Image.Resampling.BICUBIC)
     image.save(path)
     return f"{path.parent.name}/{path.name}"
+
+
+def is_same_file(first: Path, second: Path, name: str) -> bool:
+    return (first / name).read_bytes() == (second / name).read_bytes()
 
 
 def make_policy(shape: str, models: Path, tokenizer: Path) -> Path:
@@ -459,7 +468,10 @@ def main() -> None:
     timeline = start_timeline() if arguments.timeline else None
     settings = run_settings(arguments, IMAGE.get(arguments.shape))
     config = load("ppo.yaml", settings)
-    make_policy(arguments.shape, arguments.models, arguments.assets / "tokenizer")
+    tokenizer = tokenizer_folder(arguments.assets, arguments.words)
+    model = make_policy(arguments.shape, arguments.models, tokenizer)
+    if arguments.words and not is_same_file(tokenizer, model, "tokenizer.json"):
+        sys.exit(f"error: {model} has another tokenizer: choose another folder with --models")
     if arguments.shape in REWARD_MODELS:
         return
     if arguments.assets_only:

@@ -304,7 +304,10 @@ def check_column_keys(options, datasets: Mapping[str, Any]) -> None:
 
 
 def filled_columns(dataset) -> set[str]:
-    """Return the columns that have a value in some row of a TokenDataset or PromptDataset."""
+    """Return the columns that have a value in some row of a TokenDataset or PromptDataset.
+
+    Columns that the chat template leaves out are not among them.
+    """
     columns: set[str] = set()
     for use in dataset.uses:
         columns |= {*use["columns"], *use["other_columns"]}

@@ -88,7 +88,7 @@ def check_call_arguments(message: dict, name: str) -> None:
     """Raise InputError for arguments of a call as JSON text that would not be learned as written.
 
     An object with a key twice would lose one of the values, and any other JSON than an object would
-    become a text. A text that is not JSON is the template's affair.
+    become a text. Text that is not JSON is checked when the chat is rendered.
     """
     for i, call in enumerate(message.get("tool_calls") or ()):
         arguments = (call.get("function") or call).get("arguments")
@@ -104,7 +104,7 @@ def check_call_arguments(message: dict, name: str) -> None:
         if not isinstance(value, dict):
             raise InputError(
                 f"{place} is {arguments[:40]!r}: the arguments of tool calls must be an object, or "
-                "an object as JSON text"
+                "an object as JSON text. A call without arguments has {}"
             )
 
 

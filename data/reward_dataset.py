@@ -33,7 +33,7 @@ from data.preferences import (
 from data.selection import Selection
 from data.tokenization import CacheSpec, tokenize_to_cache
 
-VERSION = "rewards 2"  # of the cache; increase it when read_rewarded() or its files change
+VERSION = "rewards 3"  # of the cache; increase it when read_rewarded() or its files change
 OPTIONS = (
     *(name for name in preference_dataset.OPTIONS if name != "label_key"),
     "margin_key",

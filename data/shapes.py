@@ -51,7 +51,8 @@ def read_alpaca(row: dict, with_response: bool) -> dict | None:
     if row.get("output") is not None:
         return alpaca_messages(row, "output")
     belongs_to_prompt = [row.get(key) is not None for key in ("input", "context", "history")]
-    if with_response or not any(belongs_to_prompt):
+    is_dolly = row.get("response") is not None and "context" in row
+    if with_response or is_dolly or not any(belongs_to_prompt):
         return None
     return alpaca_messages(row | {"output": ""}, "output")
 

@@ -141,6 +141,12 @@ def check_identity(config, path: Path, saved: Progress, fresh: Progress) -> bool
     new = compared_settings(config, fresh)
     ignored = {IDENTITY_OF_REFERENCE} - old.keys()
     changed = [key for key, value in new.items() if key not in ignored and old.get(key) != value]
+    if IDENTITY_OF_REFERENCE in changed:
+        raise InputError(
+            f"model.path is the reference, and its weights have changed since {path} was written: "
+            "restore them, name other weights in reference.path, or start a new run in another "
+            "output_dir"
+        )
     for key in changed:
         change = describe_change(key, old.get(key), new[key])
         name = "it"

@@ -63,8 +63,8 @@ def check_names(config) -> None:
         value = config.trainer[key]
         if value not in [trainer[key] for trainer in defaults]:
             raise InputError(
-                f"trainer.{key}={value} does nothing without wandb in trainer.logger: add it, or "
-                f"leave out trainer.{key}"
+                f"trainer.{key}={value} has no effect without wandb in trainer.logger: add wandb, "
+                f"or leave out trainer.{key}"
             )
 
 

@@ -46,7 +46,7 @@ class RewardModel:
         self.offloaded = offloaded
         self.chat = load_chat(config)
         # The policy may write any character. check_conversations() has read the prompts.
-        self.chat.drops_characters = False
+        self.chat.may_drop = True
         self.options = plain_options(config.data)
         limit, _ = sequence_limit(engine.config, dist.get_world_size())
         positions = getattr(engine.hf_config, "max_position_embeddings", None) or limit

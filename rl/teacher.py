@@ -99,11 +99,6 @@ def check_teacher_settings(config: DictConfig) -> None:
     if prompt_key is None:
         return
     setting = f"data.teacher_prompt_key={prompt_key}"
-    if is_self_taught(config) and prompt_key == config.data.prompt_key:
-        raise InputError(
-            f"algorithm.distill.teacher=self teaches nothing with {setting}, which is the policy's "
-            "own prompt (data.prompt_key): name a column with another prompt"
-        )
     if config.rollout.episode:
         raise InputError(
             f"{setting} does not work with rollout.episode={config.rollout.episode}, which makes "
@@ -136,8 +131,20 @@ def check_teachers(config: DictConfig, hf_configs: dict[str, Any]) -> None:
 
 
 def check_rows(config: DictConfig, dataset: PromptDataset) -> None:
-    """Raise InputError if a training row does not name one of several teachers."""
+    """Raise InputError if the training rows do not suit the teacher.
+
+    Each must name one of several teachers. To a policy that teaches itself, some row must show
+    another prompt than to the policy.
+    """
     distill = config.algorithm.distill
+    if is_self_taught(config):
+        prompts = (dataset[number] for number in range(len(dataset)))
+        if all(prompt.teacher_ids == prompt.input_ids for prompt in prompts):
+            raise InputError(
+                "algorithm.distill.teacher=self teaches nothing: data.teacher_prompt_key="
+                f"{config.data.teacher_prompt_key} names the policy's own prompt in every row. "
+                "Name a column with another prompt"
+            )
     if not has_several(config):
         return
     names = list(map(str, distill.teachers))

@@ -1,23 +1,76 @@
 """Find characters of a text that the tokenizer drops, because its vocabulary lacks them.
 
-A byte-level tokenizer has a token for each byte, so that it can encode any text. Others drop a
-character that they do not know, unless they have an unknown token. This also happens when
-transformers rebuilds the tokenizer of a model's directory as the class that belongs to config.json,
-for which its vocabulary was not made.
+Most tokenizers have a token for each byte, or an unknown token. One with neither turns a letter
+that it does not know into nothing. This also happens when transformers rebuilds the tokenizer of a
+model's directory as the class that belongs to config.json, for which its vocabulary was not made.
 """
 
 import unicodedata
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
-
-from data.chat.tokens import Tokens
+from collections.abc import Iterable
 
 # Unicode's categories of letters, numbers, punctuation and symbols. Normalizers may drop others,
 # such as control characters.
 VISIBLE = "LNPS"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what is decoded if bytes of a character are missing
 ASCII_AND_TWO_BYTES = range(0x800)  # by the length in UTF-8
 THREE_BYTES = range(0x800, 0x10000, 0x40)
 FOUR_BYTES = range(0x10000, 0x20000, 0x100)
+
+
+class Coverage:
+    """Which characters a fast tokenizer can represent.
+
+    Attributes:
+        is_complete: whether it can represent characters from all parts of Unicode. Then no text has
+            to be examined.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self._is_unknown: dict[str, bool] = {}
+        self.is_complete = not self.unknown(probes())
+
+    def unknown(self, text: Iterable[str]) -> list[str]:
+        """Return the visible characters that by themselves become nothing, or lose some bytes.
+
+        They may still be known as parts of a word.
+        """
+        characters = list(dict.fromkeys(text))
+        new = [character for character in characters if character not in self._is_unknown]
+        visible = [character for character in new if is_visible(character)]
+        self._is_unknown |= dict.fromkeys(new, False)
+        if visible:
+            encoded = self.tokenizer(
+                visible,
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+            for character, ids in zip(visible, encoded["input_ids"], strict=True):
+                is_partial = REPLACEMENT in self.decode(ids) and character != REPLACEMENT
+                self._is_unknown[character] = not ids or is_partial
+        return [character for character in characters if self._is_unknown[character]]
+
+    def first_dropped(self, text: str, ids: list[int]) -> str | None:
+        """Return the first character of a text that its tokens lack, or None.
+
+        Args:
+            ids: the tokens of the text.
+        """
+        if self.is_complete:
+            return None
+        unknown = self.unknown(text)
+        if not unknown:
+            return None
+        decoded = self.decode(ids)
+        for character in unknown:
+            if decoded.count(character) < text.count(character):
+                return character
+        return None
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 def probes() -> list[str]:
@@ -26,42 +79,5 @@ def probes() -> list[str]:
     return [chr(number) for numbers in ranges for number in numbers]
 
 
-def unknown_characters(tokenizer, text: Iterable[str]) -> list[str]:
-    """Return the visible characters of a text that a fast tokenizer turns into no token."""
-    characters = [character for character in dict.fromkeys(text) if is_visible(character)]
-    encoded = tokenizer(
-        characters,
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
-    pairs = zip(characters, encoded["input_ids"], strict=True)
-    return [character for character, ids in pairs if not ids]
-
-
-def first_dropped(text: str, tokens: Tokens) -> int | None:
-    """Return the position of the first visible character that no token covers, or None.
-
-    After a dropped character, tokens of the same word may name earlier positions than they have.
-    """
-    end_of_last = 0
-    for index in range(len(tokens.ids) + 1):
-        is_behind = index == len(tokens.ids)
-        start = len(text) if is_behind else tokens.start(index)
-        for position in visible_positions(text, end_of_last, start):
-            return position
-        if not is_behind:
-            end_of_last = max(end_of_last, tokens.end(index))
-    return None
-
-
-def visible_positions(text: str, start: int, end: int) -> Iterator[int]:
-    for position in range(start, end):
-        if is_visible(text[position]):
-            yield position
-
-
-@lru_cache(maxsize=4096)
 def is_visible(character: str) -> bool:
     return unicodedata.category(character)[0] in VISIBLE

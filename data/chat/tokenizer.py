@@ -11,7 +11,7 @@ import jinja2
 
 from common.end_tokens import read_end_ids
 from config import InputError
-from data.chat.coverage import first_dropped, probes, unknown_characters
+from data.chat.coverage import Coverage
 from data.chat.tokens import Tokens
 
 # The exceptions of Jinja templates that reject a conversation. raise_exception() raises a
@@ -35,7 +35,8 @@ class ChatTokenizer:
         end_ids: all tokens that end generation.
         added: id -> text of the tokens that were added to the vocabulary.
         special: the control tokens in `added`, except the unknown token.
-        drops_characters: whether there are characters that become no token at all.
+        coverage: which characters the tokenizer can represent.
+        may_drop: whether characters that it cannot represent may be dropped without an error.
         literals: the strings in the template's code that it may look for in texts.
         generation_prompts: cache of data.chat.headers.generation_prompt().
         reasoning_keys: caches of data.chat.reasoning.with_readable_reasoning().
@@ -65,7 +66,8 @@ class ChatTokenizer:
         self.special_prefixes = {text[:2] for text in self.special.values()}
         self.absorbs_spaces = any(token.lstrip or token.rstrip for token in added_tokens.values())
 
-        self.drops_characters = bool(unknown_characters(tokenizer, probes()))
+        self.coverage = Coverage(tokenizer)
+        self.may_drop = False
 
         # Names that cannot be template arguments, because they are parameters of the method.
         self.parameters = inspect.signature(tokenizer.apply_chat_template).parameters.keys()
@@ -115,20 +117,20 @@ class ChatTokenizer:
                 f"{surrogate.start()}: write the complete character, or remove it"
             )
         tokens = self.tokenize_batch([text], **options)[0]
-        position = self.first_dropped(text, tokens)
-        if position is not None:
+        character = self.first_dropped(text, tokens)
+        if character is not None:
+            position = text.index(character)
             excerpt = text[max(0, position - 20) : position + 20]
-            unknown = unknown_characters(self.tokenizer, excerpt) or [text[position]]
             raise InputError(
-                f"the tokenizer ({type(self.tokenizer).__name__}) has no token for "
-                f"{''.join(unknown)!r} in {excerpt!r}, and would drop it: use a tokenizer with "
-                "tokens for all bytes or an unknown token, or change the text"
+                f"the tokenizer ({type(self.tokenizer).__name__}) has no token for {character!r} "
+                f"in {excerpt!r}, and would drop it: use a tokenizer with tokens for all bytes or "
+                "an unknown token, or change the text"
             )
         return tokens
 
-    def first_dropped(self, text: str, tokens: Tokens) -> int | None:
-        """Return the position of the first character of a text that has no token, or None."""
-        return first_dropped(text, tokens) if self.drops_characters else None
+    def first_dropped(self, text: str, tokens: Tokens) -> str | None:
+        """Return the first character of a text that its tokens lack, and must not lack, or None."""
+        return None if self.may_drop else self.coverage.first_dropped(text, tokens.ids)
 
     def tokenize_probe(self, text: str) -> Tokens:
         """Return the tokens of a text that is not the user's, and may therefore lose characters."""

@@ -237,7 +237,7 @@ def without_pixels(row: dict, key: str) -> dict:
     """Return a row that can be stored as JSON: the bytes of images become None, paths stay.
 
     Args:
-        key: the column of images.
+        key: the column of images. Bytes in it may be anything; reading the images checks them.
 
     Raises:
         InputError: a value has other bytes than those of an image.
@@ -248,8 +248,8 @@ def without_pixels(row: dict, key: str) -> dict:
             stripped[column] = strip_pixels(value, "image" if column == key else "")
         except OtherBytesError as error:
             raise InputError(
-                f'the row cannot be stored as JSON: the column "{column}" has the bytes '
-                f"{str(error)[:40]}. Write them as a text, or leave them out"
+                f'the column "{column}" has bytes ({error}), and no reward function could read '
+                "them: write them as a text, or remove the column from the file"
             ) from None
     return stripped
 
@@ -270,7 +270,7 @@ def strip_pixels(value, name: str):
         return None
     if isinstance(value, bytes):
         if name not in SOURCES and not is_image_file(value):
-            raise OtherBytesError(value)
+            raise OtherBytesError(f"{value[:20]!r}")
         return None
     if name in SOURCES and isinstance(value, str):
         return strip_encoded_pixels(value, name)
@@ -278,7 +278,10 @@ def strip_pixels(value, name: str):
 
 
 def strip_encoded_pixels(text: str, name: str) -> str | None:
-    """Do the same for a text: a list of images as JSON, a data URL or base64. Others are kept."""
+    """Return a text without pixels: a list of images as JSON, a data URL or base64.
+
+    Other texts stay.
+    """
     column = parse_column(text)
     if column is not text:
         stripped = strip_pixels(column, name)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial
 
 
 def shard(
@@ -177,7 +177,7 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
         square = torch.stack(norms).square().sum()
         if layout:
             mesh, placements = layout
-            sums = [Partial() if isinstance(p, Shard) else Replicate() for p in placements]
+            sums = [p if p.is_replicate() else Partial() for p in placements]
             square = DTensor.from_local(square, mesh, sums, run_check=False).full_tensor()
         squares.append(square.cpu())
     return torch.stack(squares).sum().sqrt()

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Mapping, Set
 
 from configs.errors import InputError
+from data.chat.losses import is_empty
 from rewards import REWARDS, find
 from rollout.grading.program import OutputFile, limit_memory, serve, serve_async, start
 from rollout.grading.scores import is_with_steps, read_score, score_parts, with_steps
@@ -152,7 +153,7 @@ class RewardFunction:
 
 def filled_names(row: dict) -> list[str]:
     """Return the columns of a row that have a value. An empty cell of a CSV file has none."""
-    return [name for name, value in row.items() if value not in (None, "")]
+    return [name for name, value in row.items() if not is_empty(value)]
 
 
 def as_list(value) -> list:

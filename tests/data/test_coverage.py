@@ -1,14 +1,13 @@
 """Characters that a tokenizer drops, because its vocabulary lacks them."""
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from config import InputError, load
 from data.chat import encoding
-from data.chat.coverage import first_dropped
 from data.chat.tokenizer import ChatTokenizer, load_tokenizer
-from data.chat.tokens import Tokens
 from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.data.test_chat import encode, options, say
 
@@ -41,13 +40,14 @@ def test_other_rows_of_its_batch_are_encoded():
     rows = [{"messages": say("q", "a7")}, {"messages": say("q", "a")}]
     bad, good = encoding.encode_together([encoding.encode(row, chat, options()) for row in rows])
     assert isinstance(bad, InputError)
-    assert chat.decode(good.input_ids).count("a") > 0
+    learned = [i for i, is_learned in zip(good.input_ids, good.loss_mask) if is_learned]
+    assert chat.decode(learned) == "a<|im_end|>"
 
 
 @pytest.mark.parametrize("tokenizer", [make_tokenizer(CHATML), lower_case_tokenizer("<unk>")])
 def test_nothing_is_dropped_with_tokens_for_all_bytes_or_an_unknown_token(tokenizer):
     chat = ChatTokenizer(tokenizer)
-    assert not chat.drops_characters
+    assert chat.coverage.is_complete
     assert chat.tokenize("\u00e9\U0001f600").ids
 
 
@@ -59,21 +59,39 @@ def test_a_tokenizer_that_transformers_rebuilds_for_another_vocabulary(tmp_path)
     saved.save_pretrained(tmp_path)
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path)
     loaded = load_tokenizer(load("sft.yaml", ["data.train_files=x", f"model.path={tmp_path}"]))
-    with pytest.raises(InputError, match=r"Qwen2Tokenizer\) has no token for 'onetw' in 'one two'"):
+    with pytest.raises(InputError, match=r"Qwen2Tokenizer\) has no token for 'o' in 'one two'"):
         ChatTokenizer(loaded).tokenize("one two")
 
 
-@pytest.mark.parametrize(
-    "text, spans, position",
-    [
-        ("ab", [(0, 1), (1, 2)], None),
-        ("a b\u200b", [(0, 1), (2, 3)], None),  # spaces, and characters that nobody sees
-        ("abc", [(0, 1), (2, 3)], 1),
-        ("abc", [(1, 3)], 0),
-        ("abc", [(0, 2)], 2),
-        ("abcd", [(0, 3), (1, 2), (3, 4)], None),  # parts of a character have the same span
-        ("a", [], 0),
-    ],
-)
-def test_the_first_character_without_a_token(text, spans, position):
-    assert first_dropped(text, Tokens([0] * len(spans), spans.__getitem__)) == position
+@pytest.mark.parametrize("text", ["a7b", "a7b\n", "7", "a longer word7withoutspaces"])
+def test_plain_text_between_tokens_that_the_tokenizer_adds(text):
+    tokenizer = lower_case_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 32)]
+    )
+    tokenizer.chat_template = None
+    chat = ChatTokenizer(tokenizer)
+    row = {"prompt": "q", "response": "a"}
+    ids, _ = encode(row, chat, options())
+    assert chat.decode(ids) == "<|im_start|>qa<|im_end|>"
+    with pytest.raises(InputError, match="has no token for '7' in '"):
+        encode(row | {"response": text}, chat, options())
+
+
+def test_characters_of_which_only_some_bytes_have_tokens_are_dropped():
+    alphabet = [letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter != "\u00a9"]
+    vocabulary = {letter: i for i, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    chat = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    assert chat.tokenize("\u00e8").ids  # C3 A8 in UTF-8
+    with pytest.raises(InputError, match="has no token for '\u00e9' in "):
+        chat.tokenize("\u00e9")  # C3 A9
+
+
+def test_words_whose_letters_have_no_tokens_of_their_own():
+    words = Tokenizer(models.WordLevel(vocab={"one": 0, "two": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    chat = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=words))
+    assert chat.tokenize("one two").ids == [0, 1]

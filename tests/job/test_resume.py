@@ -93,7 +93,7 @@ def test_the_weights_of_the_reference_may_not_change(tmp_path):
     saved = {"trainer.seed": 0, IDENTITY_OF_REFERENCE: "a"}
     (tmp_path / "trainer.json").write_text(json.dumps({"step": 3, "run": saved}))
     fresh = Progress(identity=saved | {IDENTITY_OF_REFERENCE: "b"})
-    with pytest.raises(InputError, match="with the reference in model.path=a, now it is b: set it"):
+    with pytest.raises(InputError, match="is the reference, and its weights have changed"):
         find_resume(config_with(tmp_path), None, fresh, 20)
 
 

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from config import load
 from tests.support.launch import ROOT, run
 from tests.support.lengthy import LENGTHY
+from tests.support.scheduling import LONG_FILES
 from tests.support.tables import entry_of
 from tests.support.thorough import THOROUGH
 
@@ -178,6 +179,11 @@ def test_no_modules_import_each_other_in_a_circle():
         for path in free:
             del remaining[path]
     assert not remaining, f"in a circle: {[relative(path) for path in remaining]}"
+
+
+def test_files_that_start_first_exist():
+    for file in LONG_FILES:
+        assert (ROOT / file).is_file(), file
 
 
 @pytest.mark.slow

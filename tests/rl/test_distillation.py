@@ -453,10 +453,6 @@ MISTAKES = {
         ["algorithm.distill.teacher=self"],
         "algorithm.distill.teacher=self teaches nothing without data.teacher_prompt_key",
     ),
-    "a policy that teaches itself with its own prompt": (
-        ["algorithm.distill.teacher=self", "data.teacher_prompt_key=prompt"],
-        "algorithm.distill.teacher=self teaches nothing with data.teacher_prompt_key=prompt",
-    ),
     "a policy that is one of several teachers": (
         ["algorithm.distill.teachers={math: self, code: here}", HINT],
         "algorithm.distill.teachers.math=self does not work",
@@ -522,6 +518,15 @@ def test_a_row_that_names_no_teacher_is_one_line(row, message):
     assert "row 2 of the selected rows" in str(error.value)
     assert "one of math, code" in str(error.value)
     check_rows(configure(SEVERAL), SimpleNamespace(rows=[{"teacher": "code"}]))
+
+
+def test_a_policy_that_teaches_itself_needs_another_prompt_in_some_row():
+    config = configure("algorithm.distill.teacher=self", HINT)
+    same = Prompt([1, 2], "", {}, teacher_ids=[1, 2])
+    other = Prompt([1, 2], "", {}, teacher_ids=[1, 3])
+    with pytest.raises(InputError, match="data.teacher_prompt_key=hint names the policy's own"):
+        check_rows(config, [same, same])
+    check_rows(config, [same, other])
 
 
 @pytest.mark.parametrize("name", [1, "1"])

@@ -1,12 +1,12 @@
 """What ranks of FSDP exchange and report, in processes with a gloo group."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -139,21 +139,34 @@ def test_an_update_gathers_no_weights(folder, tmp_path, settings):
     assert found == [[], []]
 
 
-def norm_of_gradients() -> tuple[float, float]:
-    """Return the norm of bfloat16 gradients in all layouts, and the same from float64."""
+def norm_of_gradients(shape: tuple[int, ...]) -> tuple[float, float]:
+    """Return the norm of gradients in all layouts, and the same from float64.
+
+    shape: of the mesh; with two dimensions, parts are copied over the first one.
+    """
     generator = torch.Generator().manual_seed(0)
-    wholes = [torch.randn(shape, generator=generator).bfloat16() for shape in [(3, 5), (7,), (4,)]]
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    layouts = [[Shard(0)], [Replicate()]]  # three rows on two ranks; copies
-    gradients = [distribute_tensor(whole, mesh, layout) for whole, layout in zip(wholes, layouts)]
-    expected = torch.cat([whole.flatten() for whole in wholes]).double().norm()
-    return gradient_norm([*gradients, wholes[2]]).item(), expected.item()
+    wholes = [torch.randn(size, generator=generator) for size in [(3, 5), (7,), (2, 2), (4,)]]
+    wholes[1:] = [whole.bfloat16() for whole in wholes[1:]]
+    names = ("copies", "parts")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    copies = [Replicate()] * len(shape)
+    parts = [*copies[1:], Shard(0)]  # three rows on two ranks
+    sharded = [
+        distribute_tensor(whole, mesh, layout)
+        for whole, layout in zip(wholes, [parts, copies, parts])
+    ]
+    expected = torch.cat([whole.flatten().double() for whole in wholes]).norm()
+    return gradient_norm([*sharded, wholes[3]]).item(), expected.item()
 
 
 @pytest.mark.slow
-def test_the_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16(tmp_path):
-    for norm, expected in on_ranks(2, tmp_path, norm_of_gradients):
+@pytest.mark.parametrize("shape", [(1,), (2,), (2, 1)])
+def test_the_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16(tmp_path, shape):
+    for norm, expected in on_ranks(math.prod(shape), tmp_path, norm_of_gradients, shape):
         assert norm == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_norm_of_no_gradients_is_zero():
     assert gradient_norm([]) == 0
 
 
