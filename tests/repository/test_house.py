@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from config import load
 from tests.support.launch import ROOT, run
 from tests.support.lengthy import LENGTHY
-from tests.support.scheduling import LONG_FILES
+from tests.support.scheduling import LONG_FILES, group_of
 from tests.support.tables import entry_of
 from tests.support.thorough import THOROUGH
 
@@ -179,6 +179,39 @@ def test_no_modules_import_each_other_in_a_circle():
         for path in free:
             del remaining[path]
     assert not remaining, f"in a circle: {[relative(path) for path in remaining]}"
+
+
+def arguments_of(function: ast.FunctionDef) -> set[str]:
+    return {argument.arg for argument in function.args.args}
+
+
+def functions_of(path: Path) -> list[ast.FunctionDef]:
+    tree = ast.parse(path.read_text())
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+def shared_launches() -> Iterator[tuple[Path, str]]:
+    """Yield the session fixtures that launch the cases of all selected tests, and their folders."""
+    for conftest in (ROOT / "tests").rglob("conftest.py"):
+        for function in functions_of(conftest):
+            decorators = "".join(map(ast.unparse, function.decorator_list))
+            if "session" in decorators and "request" in arguments_of(function):
+                yield conftest.parent, function.name
+
+
+def test_files_that_share_launches_run_in_one_process():
+    """Otherwise both processes of `make test` would launch all cases."""
+    fixtures = list(shared_launches())
+    assert len(fixtures) >= 3
+    for folder, fixture in fixtures:
+        users = [file for file in folder.rglob("test_*.py") if uses_fixture(file, fixture)]
+        groups = {group_of(relative(file)) for file in users}
+        assert len(groups) == 1, (fixture, groups)
+        assert None not in groups, fixture
+
+
+def uses_fixture(file: Path, fixture: str) -> bool:
+    return any(fixture in arguments_of(function) for function in functions_of(file))
 
 
 def test_files_that_start_first_exist():

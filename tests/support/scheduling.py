@@ -7,10 +7,10 @@ from xdist.scheduler import LoadFileScheduling
 # Session fixtures launch the cases of several files. `make test` divides the files over two
 # processes: those that share launches have to run in one, or both would launch the cases.
 FILES_THAT_SHARE_LAUNCHES = {
-    "fsdp": "tests/engines/fsdp/*.py",
-    "megatron": "tests/engines/test_m*.py",
-    "rollout": "tests/rollout/test_rollout*.py",
-    "profiling": "tests/profiling/*.py",
+    "fsdp": ("tests/engines/fsdp/*.py",),
+    "megatron": ("tests/engines/test_m*.py", "tests/engines/test_routing_replay.py"),
+    "rollout": ("tests/rollout/test_rollout*.py",),
+    "profiling": ("tests/profiling/*.py",),
 }
 # Other files that take more than half a minute, the longest first.
 LONG_FILES = (
@@ -29,7 +29,6 @@ LONG_FILES = (
     "tests/rl/test_killed_runs.py",
     "tests/rl/test_partial_episode_runs.py",
     "tests/rl/test_routing_replay.py",
-    "tests/engines/test_routing_replay.py",
     "tests/repository/test_docs_runs.py",
     "tests/repository/test_examples.py",
     "tests/repository/test_benchmarks.py",
@@ -39,8 +38,8 @@ LONG_FILES = (
 
 def group_of(file: str) -> str | None:
     """Return the group of files that share launches with this one, or None."""
-    for name, pattern in FILES_THAT_SHARE_LAUNCHES.items():
-        if fnmatch(file, pattern):
+    for name, patterns in FILES_THAT_SHARE_LAUNCHES.items():
+        if any(fnmatch(file, pattern) for pattern in patterns):
             return name
     return None
 

@@ -1,5 +1,6 @@
 """Run a script's main() on one rank, in a fork of the test's process, which starts nothing."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -38,6 +39,7 @@ def run_in_fork(
 def run_here(
     main: Callable[[DictConfig], None], defaults: str, arguments: list[str], log: Path
 ) -> None:
+    gc.freeze()  # what earlier tests left may not be destroyed in a fork
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
