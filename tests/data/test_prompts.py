@@ -664,7 +664,7 @@ PIXELS = PNG.getvalue()
 def test_bytes_that_are_no_image_are_an_error(make, tmp_path):
     path = tmp_path / "rows.parquet"
     datasets.Dataset.from_list([{"prompt": "q", "answer": b"42"}]).to_parquet(path)
-    message = "rows.parquet:1: .* the column \"answer\" has the bytes b'42'"
+    message = "rows.parquet:1: the column \"answer\" has bytes .b'42'"
     with pytest.raises(InputError, match=message):
         make(path)
     datasets.Dataset.from_list([{"prompt": "q", "picture": PIXELS}]).to_parquet(path)

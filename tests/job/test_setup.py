@@ -152,12 +152,12 @@ def test_names_that_only_wandb_reads_need_it(script):
     needed = ["model.path=m", "data.train_files=t"]
     for name in ("project_name", "experiment_name"):
         named = [*needed, f"trainer.{name}=first"]
-        with pytest.raises(InputError, match=f"trainer.{name}=first does nothing without wandb in"):
+        with pytest.raises(InputError, match=f"trainer.{name}=first has no effect without wandb"):
             setup.check_names(load(f"{script}.yaml", named))
         setup.check_names(load(f"{script}.yaml", [*named, "trainer.logger=[wandb]"]))
     setup.check_names(load(f"{script}.yaml", needed))
 
 
 def test_a_run_checks_the_names(settings):
-    with pytest.raises(InputError, match="trainer.project_name=first does nothing"):
+    with pytest.raises(InputError, match="trainer.project_name=first has no effect"):
         train_sft.set_up(load("sft.yaml", [*settings, "trainer.project_name=first"]))
