@@ -18,15 +18,18 @@ FOUR_BYTES = range(0x10000, 0x20000, 0x100)
 
 
 class Coverage:
-    """Which characters a fast tokenizer can represent.
+    """Which characters a tokenizer can represent.
+
+    Args:
+        chat: the data.chat.tokenizer.ChatTokenizer.
 
     Attributes:
         is_complete: whether it can represent characters from all parts of Unicode. Then no text has
             to be examined.
     """
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, chat):
+        self.chat = chat
         self._is_unknown: dict[str, bool] = {}
         self.is_complete = not self.unknown(probes())
 
@@ -35,22 +38,17 @@ class Coverage:
 
         They may still be known as parts of a word.
         """
-        characters = list(dict.fromkeys(text))
+        characters = [character for character in dict.fromkeys(text) if is_visible(character)]
         new = [character for character in characters if character not in self._is_unknown]
-        visible = [character for character in new if is_visible(character)]
-        self._is_unknown |= dict.fromkeys(new, False)
-        if visible:
-            encoded = self.tokenizer(
-                visible,
-                add_special_tokens=False,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )
-            for character, ids in zip(visible, encoded["input_ids"], strict=True):
-                is_partial = REPLACEMENT in self.decode(ids) and character != REPLACEMENT
-                self._is_unknown[character] = not ids or is_partial
+        if new:
+            self._examine(new)
         return [character for character in characters if self._is_unknown[character]]
+
+    def _examine(self, characters: list[str]) -> None:
+        for character, tokens in zip(characters, self.chat.tokenize_batch(characters), strict=True):
+            decoded = self.chat.decode(tokens.ids)
+            is_partial = REPLACEMENT in decoded and character != REPLACEMENT
+            self._is_unknown[character] = not tokens.ids or is_partial
 
     def first_dropped(self, text: str, ids: list[int]) -> str | None:
         """Return the first character of a text that its tokens lack, or None.
@@ -63,14 +61,11 @@ class Coverage:
         unknown = self.unknown(text)
         if not unknown:
             return None
-        decoded = self.decode(ids)
+        decoded = self.chat.decode(ids)
         for character in unknown:
             if decoded.count(character) < text.count(character):
                 return character
         return None
-
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 def probes() -> list[str]:

@@ -66,7 +66,7 @@ class ChatTokenizer:
         self.special_prefixes = {text[:2] for text in self.special.values()}
         self.absorbs_spaces = any(token.lstrip or token.rstrip for token in added_tokens.values())
 
-        self.coverage = Coverage(tokenizer)
+        self.coverage = Coverage(self)
         self.may_drop = False
 
         # Names that cannot be template arguments, because they are parameters of the method.

@@ -11,7 +11,7 @@ from engines.model.model_files import fingerprint
 from examples.arithmetic import make_tokenizer
 from tests.preferences.assets import BATCH_SIZE, NUM_ROWS, arguments, make_assets
 from tests.support.launch import metrics
-from tests.support.scripts import limit_positions, run_in_fork
+from tests.support.scripts import check_first_checkpoint, limit_positions, print_roles, run_in_fork
 
 # They start neither torchrun nor vLLM, but a run takes four seconds.
 pytestmark = pytest.mark.slow
@@ -19,14 +19,7 @@ pytestmark = pytest.mark.slow
 
 def main(config: DictConfig) -> None:
     """Run the script, and print the roles whose memory it estimates."""
-    set_up = train_dpo.set_up
-
-    def set_up_and_print(*arguments):
-        run = set_up(*arguments)
-        print("memory of", *run.memory_plan.roles)
-        return run
-
-    train_dpo.set_up = set_up_and_print
+    print_roles(train_dpo)
     train_dpo.main(config)
 
 
@@ -68,12 +61,6 @@ def test_the_log_tells_what_the_run_does(finished):
 
 def test_a_checkpoint_names_the_settings_of_its_run(finished):
     out, _ = finished
-    saved = json.loads((out / "checkpoints" / "step_00000001" / "trainer.json").read_text())
-    assert saved["step"] == 1
-    assert saved["export_dtype"] == "float32"
-    assert saved["lora"] is None
-    assert saved["tokenization"]["data.train_files"].endswith("train.jsonl")
-    assert saved["run"]["data.train_batch_size"] == BATCH_SIZE
-    assert saved["run"]["data.shuffle"] is True
+    saved = check_first_checkpoint(out, BATCH_SIZE)
     assert saved["run"]["algorithm.loss"] == "dpo"
     assert saved["run"]["the reference"] == fingerprint(out.parent / "model")

@@ -11,7 +11,7 @@ from examples.arithmetic import make_tokenizer
 from reward_models import settings
 from tests.reward_models.assets import NUM_ROWS, arguments, make_assets
 from tests.support.launch import metrics
-from tests.support.scripts import limit_positions, run_in_fork
+from tests.support.scripts import check_first_checkpoint, limit_positions, print_roles, run_in_fork
 
 # They start neither torchrun nor vLLM, but a run takes four seconds.
 pytestmark = pytest.mark.slow
@@ -19,19 +19,13 @@ pytestmark = pytest.mark.slow
 
 def main(config: DictConfig) -> None:
     """Run the script; print the roles whose memory it estimates, and the rows it looks through."""
-    set_up = train_rm.set_up
     choose_padding = settings.choose_padding
-
-    def set_up_and_print(*arguments):
-        run = set_up(*arguments)
-        print("memory of", *run.memory_plan.roles)
-        return run
 
     def choose_and_print(run_config, tokenizer, datasets):
         print("padding for rows:", *map(len, datasets))
         return choose_padding(run_config, tokenizer, datasets)
 
-    train_rm.set_up = set_up_and_print
+    print_roles(train_rm)
     settings.choose_padding = choose_and_print
     train_rm.main(config)
 
@@ -75,12 +69,6 @@ def test_exports_and_checkpoints_name_the_padding_token(finished):
 
 def test_a_checkpoint_names_the_settings_of_its_run(finished):
     out, _ = finished
-    saved = json.loads((out / "checkpoints" / "step_00000001" / "trainer.json").read_text())
-    assert saved["step"] == 1
-    assert saved["export_dtype"] == "float32"
-    assert saved["lora"] is None
+    saved = check_first_checkpoint(out, batch_size=8)
     assert saved["is_classifier"] is True
-    assert saved["tokenization"]["data.train_files"].endswith("train.jsonl")
-    assert saved["run"]["data.train_batch_size"] == 8
-    assert saved["run"]["data.shuffle"] is True
     assert saved["run"]["algorithm.loss"] == "bradley_terry"

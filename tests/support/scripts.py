@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from omegaconf import DictConfig
 
@@ -50,6 +51,30 @@ def run_here(
         os.environ.pop(name, None)
     main(load(defaults, arguments))
     sys.stdout.flush()
+
+
+def print_roles(script: ModuleType) -> None:
+    """Let a script's set_up() print the roles whose memory it estimates. For a fork of the test."""
+    set_up = script.set_up
+
+    def set_up_and_print(*arguments):
+        run = set_up(*arguments)
+        print("memory of", *run.memory_plan.roles)
+        return run
+
+    script.set_up = set_up_and_print
+
+
+def check_first_checkpoint(out: Path, batch_size: int) -> dict:
+    """Check what the checkpoint of any script's first step names, and return all of it."""
+    saved = json.loads((out / "checkpoints" / "step_00000001" / "trainer.json").read_text())
+    assert saved["step"] == 1
+    assert saved["export_dtype"] == "float32"
+    assert saved["lora"] is None
+    assert saved["tokenization"]["data.train_files"].endswith("train.jsonl")
+    assert saved["run"]["data.train_batch_size"] == batch_size
+    assert saved["run"]["data.shuffle"] is True
+    return saved
 
 
 def limit_positions(model: Path, num_positions: int) -> None:
