@@ -160,7 +160,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the norm of all elements of all gradients, [] fp32 on the host. Called by all ranks.
+    """Return the norm of all elements of all gradients, [] fp32. Called by all ranks.
 
     torch.nn.utils.get_total_norm() would round the norm of bfloat16 gradients to bfloat16.
     """
@@ -171,7 +171,7 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
             parts_by_layout[layout].append(gradient.to_local())
         else:
             parts_by_layout[()].append(gradient)
-    squares = [torch.zeros(())]
+    squares = []
     for layout, parts in parts_by_layout.items():
         norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
         square = torch.stack(norms).square().sum()
@@ -179,5 +179,8 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
             mesh, placements = layout
             sums = [p if p.is_replicate() else Partial() for p in placements]
             square = DTensor.from_local(square, mesh, sums, run_check=False).full_tensor()
-        squares.append(square.cpu())
-    return torch.stack(squares).sum().sqrt()
+        squares.append(square)
+    if not squares:
+        return torch.zeros(())
+    device = squares[0].device  # not the host: the device would have to wait for it
+    return torch.stack([square.to(device) for square in squares]).sum().sqrt()
