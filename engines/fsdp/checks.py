@@ -98,11 +98,28 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
             f"engine.fsdp_size={engine.fsdp_size} does not divide the number of ranks, "
             f"{world_size}: lower it, or start other ranks with torchrun --nproc-per-node"
         )
+    check_gradient_sync(engine)
     if config.model.images:
         vision.check_images(config)
     check_batch_size(config, world_size // cp)
     check_token_cap(config, hf_config, world_size)
     experts.aux_loss_coef(engine.router_aux_loss_coef, hf_config)
+
+
+def check_gradient_sync(engine: DictConfig) -> None:
+    """Raise InputError if gradients cannot wait for a step's last micro-batch, but should."""
+    if engine.sync_each_micro_batch:
+        return
+    if engine.cpu_offload:
+        raise InputError(
+            "engine.sync_each_micro_batch=false keeps the gradients of all weights on the GPU, "
+            "engine.cpu_offload=true moves them to the host: set one of them to its default"
+        )
+    if engine.reduce_dtype != "float32":
+        raise InputError(
+            "engine.sync_each_micro_batch=false adds up micro-batches in engine.reduce_dtype="
+            f"{engine.reduce_dtype}, which would round their sum: set engine.reduce_dtype=float32"
+        )
 
 
 def check_attention_heads(config: DictConfig, hf_config) -> None:

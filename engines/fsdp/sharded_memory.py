@@ -18,6 +18,7 @@ from engines.fsdp.sharding import (
     is_replicated,
     is_sharded,
     num_shards,
+    reduces_once,
     sums_replicas_once,
 )
 from engines.fsdp.transforms import build_model, uses_compile
@@ -81,6 +82,11 @@ class Setup:
     @property
     def sums_replicas_once(self) -> bool:
         return sums_replicas_once(self.hf, self.config.engine, self.world_size)
+
+    @property
+    def reduces_once(self) -> bool:
+        is_divided = is_sharded(self.config, self.world_size)
+        return is_divided and reduces_once(self.hf, self.config.engine, self.world_size)
 
     @property
     def num_tokens(self) -> float:
@@ -251,22 +257,30 @@ def last_unreduced_bytes(setup: Setup) -> float:
 def waiting_gradient_bytes(setup: Setup) -> float:
     """Return the bytes of this rank's gradients at the start of a backward pass.
 
-    If replicas sum theirs only in a step's last micro-batch, FSDP keeps them in reduce_dtype until
-    then. Otherwise they have the dtype of the weights.
+    If ranks or replicas sum theirs only in a step's last micro-batch, FSDP keeps them in
+    reduce_dtype until then, and ranks keep those of all weights. Otherwise they have the dtype of
+    the weights.
     """
+    in_reduce_dtype = sum(p.numel() for p in setup.trained) * setup.reduce_bytes
+    if setup.reduces_once:
+        return in_reduce_dtype
     if setup.sums_replicas_once:
-        return sum(p.numel() for p in setup.trained) * setup.reduce_bytes / setup.num_shards
+        return in_reduce_dtype / setup.num_shards
     return sum(p.nbytes for p in setup.trained) / setup.num_shards
 
 
 def last_gradient_bytes(setup: Setup) -> float:
     """Return the bytes of this rank's gradients when only those outside the layers wait."""
-    num_bytes = sum(p.nbytes for p in setup.trained)
-    if setup.sums_replicas_once:
-        in_layers = {p for layer in setup.layers for p in layer.parameters()}
-        waiting = [p for p in setup.trained if p not in in_layers]
-        num_bytes += sum(p.numel() * setup.reduce_bytes - p.nbytes for p in waiting)
-    return num_bytes / setup.num_shards
+    in_layers = {p for layer in setup.layers for p in layer.parameters()}
+    waiting = [p for p in setup.trained if p not in in_layers]
+    if setup.reduces_once:
+        waiting_bytes = sum(p.numel() for p in waiting) * setup.reduce_bytes
+    elif setup.sums_replicas_once:
+        waiting_bytes = sum(p.numel() for p in waiting) * setup.reduce_bytes / setup.num_shards
+    else:
+        waiting_bytes = sum(p.nbytes for p in waiting) / setup.num_shards
+    reduced = [p for p in setup.trained if p in in_layers]
+    return waiting_bytes + sum(p.nbytes for p in reduced) / setup.num_shards
 
 
 def kept_all_reduced_bytes(setup: Setup) -> float:
@@ -280,7 +294,7 @@ def kept_all_reduced_bytes(setup: Setup) -> float:
         return 0
     in_root, _ = root_and_layer(setup.trained, setup.layers)
     has_own_dtype = all(p.element_size() == setup.reduce_bytes for p in setup.trained)
-    if setup.sums_replicas_once and has_own_dtype:
+    if (setup.sums_replicas_once or setup.reduces_once) and has_own_dtype:
         return 0
     num_in_layers = sum(p.numel() for p in setup.trained) - in_root
     return num_in_layers * setup.reduce_bytes / setup.num_shards

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Partial
 
 
@@ -101,6 +102,25 @@ def sums_replicas_once(model: nn.Module, engine: DictConfig, world_size: int) ->
     """
     if engine.cpu_offload or not has_replicas(engine, world_size):
         return False
+    return engine.sync_each_micro_batch and sums_precisely(model, engine)
+
+
+def reduces_once(model: nn.Module, engine: DictConfig, world_size: int) -> bool:
+    """Return whether ranks exchange gradients once per step, not after each micro-batch.
+
+    Until then, each rank keeps the gradients of all weights, in reduce_dtype. A single rank, which
+    has nobody to exchange them with, keeps them in any case if this does not round more than the
+    dtype of the weights does.
+    """
+    if engine.cpu_offload:
+        return False
+    if world_size == 1:
+        return sums_precisely(model, engine)
+    return not engine.sync_each_micro_batch
+
+
+def sums_precisely(model: nn.Module, engine: DictConfig) -> bool:
+    """Return whether sums in reduce_dtype round no more than the dtype of the weights does."""
     reduce_bytes = getattr(torch, engine.reduce_dtype).itemsize
     trained = [p for p in model.parameters() if p.requires_grad]
     return all(p.element_size() <= reduce_bytes for p in trained)
@@ -109,10 +129,9 @@ def sums_replicas_once(model: nn.Module, engine: DictConfig, world_size: int) ->
 def begin_micro_batch(model: nn.Module, engine: DictConfig, world_size: int, is_last: bool) -> None:
     """Skip communication between a step's micro-batches where this changes only the rounding.
 
-    With ZeRO-2, the weights stay gathered until the step's last backward pass. A single rank, which
-    has no other ranks to reduce gradients with, accumulates them until the last micro-batch.
-    Replicas sum their gradients in the last micro-batch; see check_all_are_summed(). With
-    engine.cpu_offload, nothing is skipped.
+    With ZeRO-2, the weights stay gathered until the step's last backward pass. Gradients are
+    reduced in the last micro-batch where reduces_once() says so. Otherwise, only the sum over
+    replicas waits for it. See check_all_are_summed(). With engine.cpu_offload, nothing is skipped.
 
     is_last: whether this is the step's last micro-batch.
     """
@@ -120,31 +139,39 @@ def begin_micro_batch(model: nn.Module, engine: DictConfig, world_size: int, is_
         return
     if not engine.reshard_after_forward:
         model.set_reshard_after_backward(is_last)
-    if world_size == 1:
+    if reduces_once(model, engine, world_size):
         model.set_requires_gradient_sync(is_last)
     elif sums_replicas_once(model, engine, world_size):
         model.set_requires_all_reduce(is_last)
 
 
 def check_all_are_summed(model: nn.Module, engine: DictConfig, world_size: int) -> None:
-    """Check that no gradient still waits to be summed over replicas after a step's last backward.
+    """Check that no gradient still waits to be summed over ranks after a step's last backward.
 
     FSDP would add it to the next step's.
 
     Raises:
         RuntimeError: a layer had a gradient in an earlier micro-batch, but none in the last one.
     """
-    if not sums_replicas_once(model, engine, world_size):
+    waits = reduces_once(model, engine, world_size) or sums_replicas_once(model, engine, world_size)
+    if not waits:
         return
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
         group = module._get_fsdp_state()._fsdp_param_group
-        if group is not None and group._partial_reduce_output is not None:
+        if group is not None and has_unsummed_gradients(group):
             raise RuntimeError(
                 f"{name or 'the model'} has no gradient in the last micro-batch of a step, but in "
-                "an earlier one: replicas (engine.fsdp_size) have not summed it"
+                "an earlier one: the ranks have not summed it"
             )
+
+
+def has_unsummed_gradients(group: FSDPParamGroup) -> bool:
+    """Return whether gradients of a unit still wait for a sum over ranks or replicas."""
+    if group._partial_reduce_output is not None:
+        return True
+    return any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params)
 
 
 def reshard(model: nn.Module) -> None:

@@ -200,17 +200,44 @@ def test_replicas_sum_their_gradients_once_per_step(
         torch.testing.assert_close(sparing.weights[name], expected, rtol=1e-4, atol=1e-5)
 
 
-def error_of_step(model: Path) -> str:
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp_size, zero2", [(-1, True), (-1, False), (1, False)])
+def test_ranks_sum_their_gradients_once_per_step(folder, tmp_path, monkeypatch, fsdp_size, zero2):
+    layout = [f"engine.fsdp_size={fsdp_size}", f"engine.reshard_after_forward={not zero2}"]
+    settings = [*layout, "engine.sync_each_micro_batch=false"]
+    sparing, plain = run_both(folder, tmp_path, monkeypatch, 2, *settings)
+    assert plain.num_reductions == 4 * sparing.num_reductions > 0
+    for name, expected in plain.metrics.items():
+        assert sparing.metrics[name] == pytest.approx(expected, rel=1e-5), name
+    for name, expected in plain.weights.items():
+        torch.testing.assert_close(sparing.weights[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def error_of_step(model: Path, *settings: str) -> str:
     with pytest.raises(RuntimeError) as raised:
-        run_step(model, "engine.fsdp_size=1")
+        run_step(model, *settings)
     return str(raised.value)
 
 
-@pytest.mark.slow
-def test_gradients_that_replicas_have_not_summed_are_an_error(folder, tmp_path, monkeypatch):
-    def never_sum(model, *_) -> None:
-        model.set_requires_all_reduce(False)
+def never_sum_replicas(model, *_) -> None:
+    model.set_requires_all_reduce(False)
 
-    monkeypatch.setattr("engines.fsdp.sharding.begin_micro_batch", never_sum)
-    for error in on_ranks(2, tmp_path, error_of_step, folder / "qwen3"):
-        assert "replicas (engine.fsdp_size) have not summed it" in error
+
+def never_sum(model, *_) -> None:
+    model.set_requires_gradient_sync(False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "begin_micro_batch, setting",
+    [
+        (never_sum_replicas, "engine.fsdp_size=1"),
+        (never_sum, "engine.sync_each_micro_batch=false"),
+    ],
+)
+def test_gradients_that_ranks_have_not_summed_are_an_error(
+    folder, tmp_path, monkeypatch, begin_micro_batch, setting
+):
+    monkeypatch.setattr("engines.fsdp.sharding.begin_micro_batch", begin_micro_batch)
+    for error in on_ranks(2, tmp_path, error_of_step, folder / "qwen3", setting):
+        assert "the ranks have not summed it" in error
