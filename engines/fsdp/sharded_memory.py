@@ -89,6 +89,10 @@ class Setup:
         return is_divided and reduces_once(self.hf, self.config.engine, self.world_size)
 
     @property
+    def is_one_unit(self) -> bool:
+        return is_one_unit(self.config, self.layers, self.world_size)
+
+    @property
     def num_tokens(self) -> float:
         """The number of this rank's tokens in a full micro-batch."""
         return self.config.data.max_tokens_per_micro_batch / fixed_cp_size(self.config.engine)
@@ -248,7 +252,7 @@ def last_unreduced_bytes(setup: Setup) -> float:
     These are the gradients outside the layers with a copy that is being reduced. If the whole model
     is one unit, it is a copy of all gradients.
     """
-    if is_one_unit(setup.config.engine, setup.world_size):
+    if setup.is_one_unit:
         return sum(p.numel() for p in setup.trained) * setup.reduce_bytes
     in_root, _ = root_and_layer(setup.trained, setup.layers)
     return in_root * (setup.compute_bytes + setup.reduce_bytes)
@@ -270,7 +274,12 @@ def waiting_gradient_bytes(setup: Setup) -> float:
 
 
 def last_gradient_bytes(setup: Setup) -> float:
-    """Return the bytes of this rank's gradients when only those outside the layers wait."""
+    """Return the bytes of this rank's gradients when only those outside the layers wait.
+
+    If the whole model is one unit, all of them wait.
+    """
+    if setup.is_one_unit:
+        return waiting_gradient_bytes(setup)
     in_layers = {p for layer in setup.layers for p in layer.parameters()}
     waiting = [p for p in setup.trained if p not in in_layers]
     if setup.reduces_once:

@@ -16,6 +16,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Partial
 
+# The parameters of a layer in which a micro-batch of 8,192 tokens computes for 8 ms at 400 TFLOP/s.
+LARGE_LAYER = 64_000_000
+
 
 def shard(
     model: nn.Module, layers: list[nn.Module], config: DictConfig, device_type: str, world_size: int
@@ -34,7 +37,7 @@ def shard(
     }
     if is_replicated(config, world_size):
         options["ignored_params"] = {p for p in model.parameters() if not p.requires_grad}
-    units = [] if is_one_unit(engine, world_size) else layers
+    units = [] if is_one_unit(config, layers, world_size) else layers
     for layer in units:
         fully_shard(layer, reshard_after_forward=engine.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
@@ -53,13 +56,33 @@ def is_sharded(config: DictConfig, world_size: int) -> bool:
     return world_size > 1 or engine.cpu_offload or needs_cast
 
 
-def is_one_unit(engine: DictConfig, world_size: int) -> bool:
+def is_one_unit(config: DictConfig, layers: list[nn.Module], world_size: int) -> bool:
     """Return whether FSDP treats the whole model as one unit, instead of each layer.
 
-    With ZeRO-2, all weights stay gathered anyway. If there are no other ranks to reduce gradients
-    with, FSDP's work around each layer only costs time: a third of a small model's step.
+    FSDP's work around each layer costs the host some 3 ms per micro-batch, which is half of a small
+    model's step. It is only needed to gather weights and to reduce gradients layer by layer. With
+    ZeRO-2, all weights stay gathered anyway. If there are no other ranks, or if gradients are
+    summed over ranks once per step, one unit serves as well. The price is memory for a copy of all
+    gradients, so a model with large layers, whose computation hides this work, keeps its units.
     """
-    return world_size == 1 and not engine.reshard_after_forward and not engine.cpu_offload
+    engine = config.engine
+    if engine.reshard_after_forward or engine.cpu_offload:
+        return False
+    if world_size == 1:
+        return True
+    if engine.sync_each_micro_batch:
+        return False
+    return largest_layer(config, layers, world_size) < LARGE_LAYER
+
+
+def largest_layer(config: DictConfig, layers: list[nn.Module], world_size: int) -> int:
+    """Return the number of parameters that FSDP divides in the layer with most of them."""
+    has_only_adapters = is_replicated(config, world_size)
+    sizes = []
+    for layer in layers:
+        divided = [p for p in layer.parameters() if p.requires_grad or not has_only_adapters]
+        sizes.append(sum(p.numel() for p in divided))
+    return max(sizes, default=0)
 
 
 def is_replicated(config: DictConfig, world_size: int) -> bool:

@@ -179,6 +179,28 @@ def test_gradients_that_wait_for_other_replicas_have_the_dtype_of_the_sum(model)
     assert gradients == {4: num_parameters / 4 * 2, 2: num_parameters / 2 * 4}
 
 
+def test_gradients_that_are_reduced_once_per_step_are_whole_until_then(model):
+    pairs = ["engine.param_dtype=bfloat16", "data.max_tokens_per_micro_batch=4096"]
+    once = make_config(model, *pairs, "engine.sync_each_micro_batch=false")
+    (estimate,) = FSDPEngine.estimate_memory(once, 4, "cpu")
+    hf, _ = build_model(once, Head.LOG_PROBS)
+    num_parameters = sum(p.numel() for p in hf.parameters())
+    assert not estimate.is_after_backward
+    assert estimate.gradients == num_parameters * 4
+
+
+def test_a_single_unit_is_reduced_with_a_copy_of_all_gradients(tmp_path):
+    model = make_model(tmp_path / "large vocabulary", "llama", vocab_size=4096)
+    pairs = ["engine.param_dtype=bfloat16", "data.max_tokens_per_micro_batch=2"]
+    layout = ["engine.reshard_after_forward=false", "engine.sync_each_micro_batch=false"]
+    config = make_config(model, *pairs, *layout)
+    (estimate,) = FSDPEngine.estimate_memory(config, 4, "cpu")
+    hf, _ = build_model(config, Head.LOG_PROBS)
+    num_parameters = sum(p.numel() for p in hf.parameters())
+    assert estimate.is_after_backward
+    assert estimate.gradients == estimate.unreduced_gradients == num_parameters * 4
+
+
 def test_an_optimizer_of_the_users_own_is_counted_like_adam_and_named_so(model, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import torch\n\nclass Mine(torch.optim.SGD):\n    pass\n")

@@ -30,6 +30,16 @@ from tests.support.plain import plain_model
             "context_parallel_size=2 does not divide the number of ranks, 3",
         ),
         (4, ["engine.fsdp_size=3"], "fsdp_size=3 does not divide the number of ranks, 4"),
+        (
+            2,
+            ["engine.sync_each_micro_batch=false", "engine.cpu_offload=true"],
+            "set one of them to its default",
+        ),
+        (
+            2,
+            ["engine.sync_each_micro_batch=false", "engine.reduce_dtype=bfloat16"],
+            "set engine.reduce_dtype=float32",
+        ),
         (2, ["engine.fsdp_size=4"], "fsdp_size=4 does not divide the number of ranks, 2"),
         (
             2,

@@ -13,13 +13,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.fsdp.engine import FSDPEngine
-from engines.fsdp.sharding import gradient_norm
+from engines.fsdp.sharding import gradient_norm, is_one_unit
+from engines.fsdp.transforms import build_model
+from engines.heads import Head
+from engines.model.hf import layer_modules
 from tests.engines.fsdp.cases import make_config
 from tests.support.guarded import unguarded
+from tests.support.models import make_model
 from tests.support.ranks import on_ranks
 from tests.support.training import make_batch, make_loss
 
 ZERO_2 = "engine.reshard_after_forward=false"
+ONCE = "engine.sync_each_micro_batch=false"
 # The numbers of the 8 sequences of a batch.
 FOUR_MICRO_BATCHES = [(1, [7, 2]), (1, [5]), (1, [0, 3, 6]), (1, [4, 1])]
 
@@ -107,17 +112,44 @@ def test_sparing_communication_changes_no_bit(folder, tmp_path, monkeypatch, zer
 
 
 @pytest.mark.slow
-def test_one_unit_for_the_whole_model_changes_no_bit(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_unit_for_the_whole_model_changes_no_bit(folder, tmp_path, monkeypatch, num_ranks):
+    settings = [ZERO_2, ONCE] if num_ranks > 1 else [ZERO_2]
     for name in ("whole", "layers"):
         (tmp_path / name).mkdir()
-    whole = on_ranks(1, tmp_path / "whole", run_step, folder / "qwen3", ZERO_2)[0]
-    monkeypatch.setattr("engines.fsdp.sharding.is_one_unit", lambda *_: False)
-    layers = on_ranks(1, tmp_path / "layers", run_step, folder / "qwen3", ZERO_2)[0]
+    whole = on_ranks(num_ranks, tmp_path / "whole", run_step, folder / "qwen3", *settings)[0]
+    monkeypatch.setattr("engines.fsdp.sharding.LARGE_LAYER", 0)
+    if num_ranks == 1:
+        monkeypatch.setattr("engines.fsdp.sharding.is_one_unit", lambda *_: False)
+    layers = on_ranks(num_ranks, tmp_path / "layers", run_step, folder / "qwen3", *settings)[0]
     assert whole.metrics == layers.metrics
     for name, weight in layers.weights.items():
         assert whole.weights[name].equal(weight), name
-    assert whole.num_reductions == 1
-    assert layers.num_reductions > 1
+    assert whole.num_reductions == whole.num_units == 1
+    assert layers.num_reductions == layers.num_units > 1
+
+
+def test_which_models_are_one_unit(folder):
+    def is_one(*settings: str, world_size: int = 2) -> bool:
+        config = make_config(folder, *settings)
+        hf, _ = build_model(config, Head.LOG_PROBS)
+        return is_one_unit(config, layer_modules(hf, hf), world_size)
+
+    assert is_one(ZERO_2, world_size=1)
+    assert not is_one(world_size=1)
+    assert is_one(ZERO_2, ONCE)
+    assert not is_one(ONCE)
+    assert not is_one(ZERO_2)
+    assert not is_one(ZERO_2, "engine.cpu_offload=true", world_size=1)
+
+
+def test_a_model_with_large_layers_keeps_its_units(tmp_path):
+    sizes = {"hidden_size": 4096, "intermediate_size": 4096}
+    make_model(tmp_path / "llama", "llama", num_hidden_layers=1, **sizes)
+    for settings, expected in (([], False), (["model.lora.rank=4", "engine.fsdp_size=1"], True)):
+        config = make_config(tmp_path, ZERO_2, ONCE, *settings)
+        hf, _ = build_model(config, Head.LOG_PROBS)
+        assert is_one_unit(config, layer_modules(hf, hf), 2) == expected, settings
 
 
 def gathers_beside_fsdp(model: Path, *settings: str) -> list[str]:
@@ -204,7 +236,7 @@ def test_replicas_sum_their_gradients_once_per_step(
 @pytest.mark.parametrize("fsdp_size, zero2", [(-1, True), (-1, False), (1, False)])
 def test_ranks_sum_their_gradients_once_per_step(folder, tmp_path, monkeypatch, fsdp_size, zero2):
     layout = [f"engine.fsdp_size={fsdp_size}", f"engine.reshard_after_forward={not zero2}"]
-    settings = [*layout, "engine.sync_each_micro_batch=false"]
+    settings = [*layout, ONCE]
     sparing, plain = run_both(folder, tmp_path, monkeypatch, 2, *settings)
     assert plain.num_reductions == 4 * sparing.num_reductions > 0
     for name, expected in plain.metrics.items():
@@ -232,7 +264,7 @@ def never_sum(model, *_) -> None:
     "begin_micro_batch, setting",
     [
         (never_sum_replicas, "engine.fsdp_size=1"),
-        (never_sum, "engine.sync_each_micro_batch=false"),
+        (never_sum, ONCE),
     ],
 )
 def test_gradients_that_ranks_have_not_summed_are_an_error(
