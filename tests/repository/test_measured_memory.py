@@ -41,6 +41,7 @@ TP2 = f"{MEGATRON} engine.tensor_model_parallel_size=2"
 PP2 = f"{MEGATRON} engine.pipeline_model_parallel_size=2"
 VPP2 = f"{PP2} engine.virtual_pipeline_model_parallel_size=2"
 PP4 = f"{MEGATRON} engine.pipeline_model_parallel_size=4"
+EP2 = f"{MEGATRON} engine.expert_model_parallel_size=2"
 DP2 = f"{MEGATRON} engine.overlap_grad_reduce=true"
 BF16_GRADIENTS = "engine.override_ddp_config.grad_reduce_in_fp32=false"
 AUX_LOSS = "engine.router_aux_loss_coef=0.001"
@@ -114,12 +115,15 @@ CASES = {
         # a later version on two GPUs
         Case("7B", f"{BF16} {TOKENS_8K}"),
         on_two("7B", f"{BF16} {TOKENS_8K} {ZERO2}"),
+        on_two("7B", f"{BF16} {TOKENS_8K} {ZERO2} engine.sync_each_micro_batch=false"),
         on_two("7B", f"{BF16} {TOKENS_8K}"),
         on_two("7B", f"{BF16} {TOKENS_8K} engine.fsdp_size=1"),
         on_two("7B", f"{TP2} {TOKENS_8K} {BF16_GRADIENTS}"),
         on_two("7B", f"{PP2} {TOKENS_8K} {BF16_GRADIENTS}"),
         on_two("7B", f"{DP2} {TOKENS_8K} {BF16_GRADIENTS}"),
         Case("8B-A1B", f"{BF16} {TOKENS_8K} {AUX_LOSS}"),
+        on_two("8B-A1B", f"{BF16} {TOKENS_8K} {AUX_LOSS} {ZERO2}"),
+        on_two("8B-A1B", f"{EP2} {TOKENS_8K} {AUX_LOSS}"),
         # four H100
         Case("7B", f"{BF16} {TOKENS_8K} {CHECKPOINTING}"),
         on_four("7B", f"{BF16} {TOKENS_8K} {CHECKPOINTING} {ZERO2}"),
