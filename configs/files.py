@@ -17,6 +17,8 @@ NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 # 0x10 and 0b10 do not match, since their base is intended. Neither does .inf.
 DECIMAL_DIGITS = re.compile(r"[-+]?[0-9_.]+(:|[eE]|$)")
 DATA_FILE = re.compile(r"\.(jsonl|json|csv|parquet)(\.gz)?$")
+# libyaml, which is ten times as fast, where PyYAML has it.
+FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 INDENT = 2  # spaces per level in the files of configs/
 
 
@@ -38,7 +40,7 @@ def read(path: Path) -> DictConfig:
     """
     try:
         layer = OmegaConf.load(path)
-        problems = number_problems(yaml.compose(path.read_text(), yaml.SafeLoader))
+        problems = number_problems(yaml.compose(path.read_text(), FAST_LOADER))
     except OSError as error:
         advice = advice_on_value(path) or "arguments are YAML files or key=value pairs"
         raise InputError(f"{path}: {error.strerror}; {advice}") from None

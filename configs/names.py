@@ -6,7 +6,7 @@ from functools import cache
 
 from omegaconf import OmegaConf
 
-from configs.files import CONFIGS, SCRIPTS, engine_files, flatten, read
+from configs.files import CONFIGS, SCRIPTS, engine_files, flatten, read_defaults
 
 # Meaningless without the name of their group, so never suggested by themselves.
 PLAIN_NAMES = ("enable", "name", "path", "type")
@@ -24,7 +24,7 @@ def readers() -> dict[str, str]:
     """
     files = {CONFIGS / f"{script}.yaml": f"train_{script}.py" for script in SCRIPTS}
     files |= {path: f"model_engine={path.stem}" for path in engine_files()}
-    return {key: reader for path, reader in files.items() for key in flatten(read(path))}
+    return {key: reader for path, reader in files.items() for key in flatten(read_defaults(path))}
 
 
 def reader_note(key: str, known: dict) -> str:

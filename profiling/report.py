@@ -26,6 +26,8 @@ TOP_MARGIN = 0.65
 BOTTOM_MARGIN = 0.5
 COLUMN_GAP = 0.7
 ROW_GAP = 0.85
+# Of the panel's height. Without it, matplotlib would look for the first place above all labels.
+TITLE_HEIGHT = 1.0
 MAX_MARKED_POINTS = 30  # longer lines have no markers
 
 Line = dict[str, float | None]  # a line of metrics.jsonl
@@ -180,7 +182,7 @@ def draw(run: Path):
         place = grid[divmod(i, NUM_COLUMNS)]
         axis = figure.add_subplot(place, sharex=axis)
         draw_metrics(axis, lines, panel.names)
-        axis.set_title(panel.title)
+        axis.set_title(panel.title, y=TITLE_HEIGHT)
     for axis in figure.axes:
         axis.set_xlabel("step")
         axis.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
@@ -270,7 +272,7 @@ def draw_stages(axis, legend, lines: list[Line]) -> None:
         axis.bar(seconds.keys(), seconds.values(), width, bottoms, **styles[stage])
         for step, bottom in zip(seconds, bottoms):
             heights[step] = bottom + seconds[step]
-    axis.set_title("time by stage [s]")
+    axis.set_title("time by stage [s]", y=TITLE_HEIGHT)
     if stages:
         axis.set_ylim(0, 1.05 * min(max(heights.values()), 2 * usual))
     legend.legend(

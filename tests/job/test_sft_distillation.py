@@ -166,6 +166,8 @@ def name_of(case: Case) -> str:
 def test_a_step_equals_plain_autograd_in_float64(models, tmp_path, case):
     expected = expected_step(case, models)
     assert expected["distill/divergence"] > 1e-3
+    # Ranks are forks of this process, so that they need not import the engine themselves.
+    engine_class(settings_of(case, models).model_engine)
     for measured in on_ranks(case.num_ranks, tmp_path, distilled_step, case, models):
         for name, value in expected.items():
             assert measured[name] == pytest.approx(value, rel=1e-5), name

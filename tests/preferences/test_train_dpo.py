@@ -42,6 +42,7 @@ COMPARED = (
 MEGATRON = "model_engine=megatron"
 LORA = "model.lora.rank=4"
 KTO = "algorithm.loss=kto"
+THREE_STEPS = "trainer.total_steps=3"
 # The routers' loss is a mean over micro-batches, so there is only one.
 MOE = [
     "engine.router_aux_loss_coef=0.1",
@@ -91,10 +92,15 @@ LAYOUTS = {
         ),
     },
     "kto": {
-        "1 rank": (1, [KTO]),
+        "1 rank": (1, [KTO, THREE_STEPS]),
         "dynamic context parallel": (
             2,
-            [KTO, "engine.context_parallel_size=auto", "data.max_tokens_per_micro_batch=32"],
+            [
+                KTO,
+                THREE_STEPS,
+                "engine.context_parallel_size=auto",
+                "data.max_tokens_per_micro_batch=32",
+            ],
         ),
     },
 }
@@ -141,7 +147,7 @@ def run_layout(assets, tmp_path_factory):
 def test_losses_and_gradients_do_not_depend_on_the_layout(run_layout, group, name):
     expected = run_layout(group, "1 rank")
     actual = run_layout(group, name)
-    assert len(actual) == len(expected) == 7
+    assert len(actual) == len(expected) == (4 if group == "kto" else 7)
     for line, other in zip(actual, expected, strict=True):
         for key in COMPARED:
             if key in other:
@@ -225,6 +231,7 @@ def test_a_cache_is_found_until_the_reference_changes(assets, tmp_path):
 
     is_computed, first = train("first")
     assert is_computed
+    (folder,) = (tmp_path / "cache").glob("*-reference")
     is_computed, again = train("again")
     assert not is_computed
     assert again["train/loss"] == first["train/loss"]
@@ -239,12 +246,11 @@ def test_a_cache_is_found_until_the_reference_changes(assets, tmp_path):
     assert uncached["train/loss"] == pytest.approx(with_other["train/loss"], rel=1e-6)
     is_computed, _ = train("rows", f"data.train_files={assets}/val.jsonl")
     assert is_computed, "and so are the rows"
-    (folder,) = [path for path in (tmp_path / "cache").glob("*-reference")][:1]
     damaged = np.load(folder / "ref_log_probs.npy")
     np.save(folder / "ref_log_probs.npy", damaged + 1)
-    runs = [train("damaged")[0], train("damaged_other", f"reference.path={other}")[0]]
-    runs.append(train("damaged_rows", f"data.train_files={assets}/val.jsonl")[0])
-    assert sum(runs) == 1, "a file that differs from its checksum is computed again"
+    is_computed, computed_again = train("damaged")
+    assert is_computed, "a file that differs from its checksum is computed again"
+    assert computed_again["train/loss"] == first["train/loss"]
 
 
 def make_other_model(model: Path, other: Path) -> None:
@@ -265,7 +271,7 @@ def curve(out: Path) -> list[tuple]:
 
 
 def test_kill_and_resume_repeats_every_step_to_the_last_bit(assets, tmp_path):
-    settings = ["trainer.save_freq=2", "trainer.total_steps=12", "trainer.max_checkpoints=-1"]
+    settings = ["trainer.save_freq=2", "trainer.total_steps=8", "trainer.max_checkpoints=-1"]
     undisturbed = tmp_path / "undisturbed"
     run(command(2, assets, undisturbed, *settings))
     killed = tmp_path / "killed"

@@ -328,7 +328,7 @@ def curve(out: Path) -> list[tuple]:
 
 @pytest.mark.parametrize("engine", [[], [LORA], [MEGATRON, PIPELINE]])
 def test_kill_and_resume_repeats_every_step_to_the_last_bit(assets, tmp_path, engine):
-    settings = ["trainer.save_freq=2", "trainer.total_steps=12", "trainer.max_checkpoints=-1"]
+    settings = ["trainer.save_freq=2", "trainer.total_steps=8", "trainer.max_checkpoints=-1"]
     settings += [*START, *engine]
     undisturbed = tmp_path / "undisturbed"
     run(command(2, assets, undisturbed, *settings))

@@ -227,6 +227,15 @@ def distilled_step(case: Case, models: Path, num_steps: int = 1) -> list[dict[st
     return results
 
 
+def distill_on_ranks(
+    case: Case, folder: Path, models: Path, num_steps: int = 1
+) -> list[list[dict[str, float]]]:
+    """Return the metrics of the steps on every rank. Ranks meet in `folder`."""
+    # Ranks are forks of this process, so that they need not import the engine themselves.
+    engine_class(settings_of(case, models).model_engine)
+    return on_ranks(case.num_ranks, folder, distilled_step, case, models, num_steps)
+
+
 class Expected(NamedTuple):
     """The results of a step."""
 
@@ -338,7 +347,7 @@ def is_quick(case: Case) -> bool:
 
 @pytest.mark.parametrize("case", slow_unless_quick(CASES, is_quick, str_of_case))
 def test_a_step_equals_plain_autograd_in_float64(models, tmp_path, case):
-    check_step(case, models, on_ranks(case.num_ranks, tmp_path, distilled_step, case, models))
+    check_step(case, models, distill_on_ranks(case, tmp_path, models))
 
 
 @pytest.mark.parametrize(
@@ -357,7 +366,7 @@ def test_tokens_of_the_student_alone_are_left_out(models, tmp_path, case):
     """The student's embedding has 104 rows, and the teacher's has 97."""
     (tmp_path / "student").symlink_to(models / "teacher")
     (tmp_path / "teacher").symlink_to(models / "student")
-    check_step(case, tmp_path, on_ranks(case.num_ranks, tmp_path, distilled_step, case, tmp_path))
+    check_step(case, tmp_path, distill_on_ranks(case, tmp_path, tmp_path))
 
 
 @pytest.mark.slow
@@ -367,7 +376,7 @@ def test_a_policy_that_teaches_itself_does_so_with_its_current_weights(
     """With the same prompts, its divergence from itself is 0, also after a step."""
     monkeypatch.setattr(sys.modules[__name__], "TEACHER_PROMPTS", PROMPTS)
     case = Case(1, "reverse_kl", 0, False, ("optim.lr=0.1",), teacher="self", prompts=True)
-    (steps,) = on_ranks(1, tmp_path, distilled_step, case, models, 2)
+    (steps,) = distill_on_ranks(case, tmp_path, models, num_steps=2)
     assert abs(steps[1]["actor/entropy"] - steps[0]["actor/entropy"]) > 1e-2
     assert [abs(step["distill/divergence"]) < 1e-6 for step in steps] == [True, True]
 
@@ -393,7 +402,7 @@ def test_a_step_of_jsd_equals_trls_loss(models, tmp_path):
         temperature=TEMPERATURE,
     )
     case = Case(1, "jsd", 0, True)
-    ((measured,),) = on_ranks(1, tmp_path, distilled_step, case, models)
+    ((measured,),) = distill_on_ranks(case, tmp_path, models)
     assert measured["distill/divergence"] == pytest.approx(loss.item(), rel=1e-5)
 
 

@@ -277,6 +277,7 @@ SHARING = (
     "engine.context_parallel_size=auto",
     "data.max_tokens_per_micro_batch=28",
 )  # of 52 that a sequence may have
+FRESH = "4 ranks"  # as users start it, with imports of its own
 LAYOUTS = {
     "2 ranks": (2, []),
     "4 ranks": (4, [VLLM2, *SHARING]),
@@ -297,7 +298,7 @@ def layouts(alone, assets, tmp_path_factory):
             ranks, more = LAYOUTS[name]
             out = directories[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
             settings = layout(assets, out, *more)
-            launch(ranks, "train_ppo.py", *settings, fresh=name == "2 ranks")
+            launch(ranks, "train_ppo.py", *settings, fresh=name == FRESH)
         return directories[name]
 
     return directory_of

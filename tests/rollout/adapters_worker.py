@@ -25,7 +25,7 @@ from rollout.vllm.sampling import request_seed
 from tests.rollout.launches import error_of, make_prompts
 from tests.support.training import gather
 
-NUM_UPDATES = 3
+NUM_UPDATES = 2
 NUM_PROMPTS = 12
 MAX_PROMPT = 64
 # Tokens of a block of the KV cache. Prompts have several blocks, which must not outlive the weights

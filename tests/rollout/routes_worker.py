@@ -45,13 +45,13 @@ def main(folder: Path, family: str, *settings: str) -> None:
     cases = Cases(config, engine, rollout)
     results = {
         "closed": cases.closed(),
-        "open": cases.open(),
         "cached": cases.cached(),
         "log_probs": cases.log_probs(),
     }
     if rollout.drafter is None:
+        results["open"] = cases.open()
         results["continued"] = cases.continued()
-    if rollout.drafter:
+    else:
         results["accepted"] = cases.num_accepted
     rollout.sleep()
     results["asleep"] = rollout.recorder.slot_routes.slots is None

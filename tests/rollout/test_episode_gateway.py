@@ -56,6 +56,14 @@ def gateway(process):
     return process
 
 
+@pytest.fixture(scope="module")
+def guessing(model_path):
+    """A gateway that guesses the tool parser from the chat template."""
+    started = GatewayProcess(model_path, tool_parser=None)
+    yield started
+    started.close()
+
+
 def generate(gateway, max_tokens: int) -> Future:
     """Post a request that continues a token, in another thread."""
     body = {"token_ids": [5], "sampling_params": {"max_tokens": max_tokens}}
@@ -512,19 +520,6 @@ def test_signals_are_ignored(gateway, tokenizer):
     play(gateway, tokenizer, "key", HELLO, "there<|im_end|>")
 
 
-def test_end_of_trainer(model_path):
-    """The gateway ends with the trainer, even while a request is open."""
-    process = GatewayProcess(model_path, tool_parser=None)
-    assert process.first["notices"] == [
-        "rollout.tool_parser=hermes: guessed from the chat template",
-        "episodes: the chat template is prefix-stable: turns continue each other (with tools)",
-    ]
-    process.begin("key")
-    process.chat("key", HELLO)
-    process.receive()
-    assert process.close() == 0
-
-
 def test_wrong_model_path(tmp_path):
     process = GatewayProcess(tmp_path)
     assert "no tokenizer in model.path=" in process.first["error"]
@@ -538,29 +533,28 @@ def test_other_template(model_path):
     process.close()
 
 
-def test_openai_client(model_path, tokenizer):
+def test_openai_client(guessing, tokenizer):
     """OpenAI's package plays an episode: a call of a tool, its result, an answer."""
     openai = pytest.importorskip("openai")
-    process = GatewayProcess(model_path, tool_parser=None)
-    process.begin("key", max_turns=2)
+    guessing.begin("key", max_turns=2)
     client = openai.OpenAI(
-        base_url=f"http://127.0.0.1:{process.first['ready']}/v1", api_key="key", max_retries=0
+        base_url=f"http://127.0.0.1:{guessing.first['ready']}/v1", api_key="key", max_retries=0
     )
 
     def chat(messages):
-        return process.threads.submit(
+        return guessing.threads.submit(
             client.chat.completions.create, model="any", messages=messages, tools=[TOOL]
         )
 
     future = chat(HELLO)
-    request = process.receive()
+    request = guessing.receive()
     assert request["num_tools"] == 1
     call = '<tool_call>{"arguments": {"a":1}, "name": "add"}</tool_call><|im_end|>'
     recorded = request["prompt_ids"] + tokenizer.encode(call)
-    process.answer(request, tokenizer.encode(call))
+    guessing.answer(request, tokenizer.encode(call))
     reply = future.result().choices[0]
     assert reply.finish_reason == "tool_calls"
-    report = process.receive()
+    report = guessing.receive()
     assert (report["tool_calls"], report["tool_errors"]) == (1, 0)
     (tool_call,) = reply.message.tool_calls
     assert tool_call.function.name == "add"
@@ -568,18 +562,29 @@ def test_openai_client(model_path, tokenizer):
 
     result = {"role": "tool", "tool_call_id": tool_call.id, "content": "1"}
     future = chat([*HELLO, reply.message, result])
-    request = process.receive()
+    request = guessing.receive()
     assert request["prompt_ids"][: len(recorded)] == recorded
-    process.answer(request, tokenizer.encode("there<|im_end|>"))
+    guessing.answer(request, tokenizer.encode("there<|im_end|>"))
     answer = future.result()
     assert answer.choices[0].message.content == "there"
     assert answer.prompt_token_ids == request["prompt_ids"]
-    process.receive()
+    guessing.receive()
 
     with pytest.raises(openai.BadRequestError, match="rollout.max_turns") as raised:
         client.chat.completions.create(model="any", messages=HELLO)
     assert raised.value.code == "max_turns"
-    assert process.close() == 0
+
+
+def test_end_of_trainer(guessing):
+    """The gateway ends with the trainer, even while a request is open."""
+    assert guessing.first["notices"] == [
+        "rollout.tool_parser=hermes: guessed from the chat template",
+        "episodes: the chat template is prefix-stable: turns continue each other (with tools)",
+    ]
+    guessing.begin("key")
+    guessing.chat("key", HELLO)
+    guessing.receive()
+    assert guessing.close() == 0
 
 
 def test_unknown_tool_parser(model_path):
@@ -599,7 +604,7 @@ def test_no_template(tmp_path):
 # -- the trainer's end ----------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server(model_path):
     started = GatewayServer(gateway_settings(model_path))
     yield started

@@ -46,19 +46,19 @@ def test_vllm_records_the_experts_of_every_token(folder, name):
     launch(num_ranks, "tests/rollout/routes_worker.py", folder, family, *settings)
     results = json.loads((folder / "routes.json").read_text())
     cases = {key: result for key, result in results.items() if isinstance(result, dict)}
-    assert len(cases) == (5 if name == "ngram" else 6)
+    assert len(cases) == (4 if name == "ngram" else 6)
     for key, case in cases.items():
         assert case["missing"] == case["last"], key
         assert case["choices"] == case["expected_choices"], key
         assert case["mismatches"] <= SHARE_OF_TIES * case["choices"], key
         assert case["dtype"] == ("torch.int16" if family == "grouped" else "torch.uint8")
     assert (cases["closed"]["closed_batch"] > 0) == (name != "ngram")
-    assert cases["open"]["closed_batch"] == 0
     assert results["asleep"] is True
     assert results["kept"] == 0
     if name == "ngram":
         assert results["accepted"] > 50  # of 1,500 tokens
     else:
+        assert cases["open"]["closed_batch"] == 0
         assert cases["continued"]["parts"] > 3
 
 

@@ -1,12 +1,15 @@
 """An interpreter that has imported torch, transformers and vLLM, and forks for every command.
 
-    python -m tests.support.forked serve MODULE ...    reads folders from standard input
+    python -m tests.support.forked serve MODULE ...    reads requests from standard input
     python tests/support/forked.py rank SCRIPT ...     a rank that torchrun starts
 
-Importing these packages takes longer than most test runs. The server imports them once. For every
-folder named on standard input it forks and runs the command in the folder's `request.json`. The
-command's output goes to `stdout` and `stderr` in the folder, and its process's number to `command`.
-Its exit code goes to `code`, last, after every process that it started has ended.
+Importing these packages takes longer than most test runs. The server imports them once, and forks
+for every request. A request is a line of words with tabs between them:
+
+* `run FOLDER`: runs the command in the folder's `request.json`. Its output goes to `stdout` and
+  `stderr` in the folder, and its process's number to `command`. Its exit code goes to `code`, last,
+  after every process that it started has ended.
+* `serve PIPE MODULE ...`: the fork imports these modules, too, and reads requests from the pipe.
 
 The repository's own modules are imported again by each command. Three things differ from a fresh
 interpreter: strings hash alike in all ranks and runs, more submodules of other packages may be
@@ -27,46 +30,83 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 ROOT = str(Path(__file__).resolve().parents[2])
+FIRST_SERVER = os.getpid()  # in forks, too
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
-def serve(*modules: str) -> None:
-    """Import these modules, then fork for every folder named on standard input."""
-    environment_before = dict(os.environ)
-    gc.disable()  # imports make no garbage
-    for name in modules:
-        importlib.import_module(name)
-    gc.enable()
+def serve(requests: Iterable[str], modules: list[str], environment_before: dict[str, str]) -> None:
+    """Import these modules, then fork for every request.
+
+    environment_before: the variables of the environment before the first import
+    """
+    import_all(modules)
     # Some packages set variables of the environment when they are imported.
     set_by_imports = {
         name: value for name, value in os.environ.items() if environment_before.get(name) != value
     }
+    sys.stdout.flush()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the watchers
+    for line in requests:
+        action, *words = line.rstrip("\n").split("\t")
+        if os.fork() > 0:
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            if action == "run":
+                watch(Path(words[0]), set_by_imports)
+            else:
+                serve_pipe(words[0], words[1:], environment_before)
+        finally:
+            os._exit(0)
+    os._exit(0)
+
+
+def serve_pipe(pipe: str, modules: list[str], environment_before: dict[str, str]) -> None:
+    """Serve requests from a pipe. If the imports fail, end the first server as well."""
+    try:
+        with open(pipe) as requests:
+            serve(requests, modules, environment_before)
+    except BaseException:
+        os.kill(FIRST_SERVER, signal.SIGTERM)
+        raise
+
+
+def import_all(modules: list[str]) -> None:
+    """Import these modules, and leave the interpreter in a state for its forks."""
+    gc.disable()  # imports make no garbage
+    for name in modules:
+        importlib.import_module(name)
+    gc.enable()
+    replace_kernels_once()
     forget_own_modules()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
     other_paths = [path for path in sys.path if path not in ("", ROOT)]
     sys.path[:] = ["", *other_paths]  # run() replaces the first entry by the script's folder
     replace_exit_functions()
-    os.register_at_fork(after_in_child=np.random.seed)
     gc.freeze()
     # vLLM unfreezes everything when it shuts down. A command would look through all objects of the
     # server again, and so copy the memory that it shares with it.
     gc.unfreeze = lambda: None
-    sys.stdout.flush()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the watchers
-    for line in sys.stdin:
-        if os.fork() == 0:
-            try:
-                watch(Path(line.rstrip("\n")), set_by_imports)
-            finally:
-                os._exit(0)
-    os._exit(0)
+
+
+def replace_kernels_once() -> None:
+    """Let vLLM for CPUs replace its Triton kernels now, instead of in every fork.
+
+    It looks for references to them in all imported modules, which takes half a second.
+    """
+    if "vllm.platforms" not in sys.modules:
+        return
+    platform = sys.modules["vllm.platforms"].current_platform
+    if hasattr(platform, "register_triton_kernel_overrides"):  # vLLM 0.25 has none
+        platform.register_triton_kernel_overrides()
+        platform.register_triton_kernel_overrides = lambda: None
 
 
 def forget_own_modules() -> None:
@@ -102,7 +142,6 @@ def replace_exit_functions() -> None:
 
 def watch(folder: Path, set_by_imports: dict[str, str]) -> None:
     """Fork for the command in `folder` and write down its exit code."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     write_number(folder / "watcher", os.getpid())
     pid = os.fork()
@@ -228,6 +267,7 @@ def rank(command: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve(*sys.argv[2:])
+        os.register_at_fork(after_in_child=np.random.seed)
+        serve(sys.stdin, sys.argv[2:], dict(os.environ))
     else:
         rank(sys.argv[2:])

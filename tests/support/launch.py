@@ -18,8 +18,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, TextIO
 
 import psutil
 import pytest
@@ -66,6 +68,8 @@ ROLLOUT = (
     "compressed_tensors.compressors",
 )
 MEGATRON = (*ROLLOUT, "engines.megatron.engine")
+# A server with more modules is a fork of the one with fewer.
+FORKED_FROM = {ROLLOUT: TRAINING, MEGATRON: ROLLOUT}
 GENERATES = re.compile(
     r"train_ppo|examples/loop|rollout\.episodes\.try|engines\.check|"
     r"/(rollout|rollout_images|episodes|partial|scheduler|speculation|adapters|pooling|fp8|routes)"
@@ -130,10 +134,29 @@ def environment(**variables: str) -> dict[str, str]:
     return {**inherited, "OMP_NUM_THREADS": "1", **variables}
 
 
+@dataclass
+class ForkServer:
+    """An interpreter that has imported some modules and forks for every request.
+
+    first: the server it is a fork of, or itself. When that ends, so do its forks.
+    requests: where it reads them; see tests/support/forked.py
+    """
+
+    first: subprocess.Popen
+    requests: TextIO
+
+    def send(self, *words: Any) -> None:
+        self.requests.write("\t".join(map(str, words)) + "\n")
+        self.requests.flush()
+
+
 @cache
-def fork_server(modules: tuple[str, ...]) -> subprocess.Popen:
-    """Return an interpreter that has imported these modules and forks for every request."""
-    return subprocess.Popen(
+def fork_server(modules: tuple[str, ...]) -> ForkServer:
+    """Return the server that has imported these modules."""
+    if modules in FORKED_FROM:
+        shared = FORKED_FROM[modules]
+        return fork_of_server(fork_server(shared), modules[len(shared) :])
+    process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.forked", "serve", *modules],
         cwd=ROOT,
         text=True,
@@ -141,6 +164,16 @@ def fork_server(modules: tuple[str, ...]) -> subprocess.Popen:
         stdout=subprocess.DEVNULL,
         env=environment(**SERVER_VARIABLES),
     )
+    return ForkServer(process, process.stdin)
+
+
+def fork_of_server(server: ForkServer, modules: tuple[str, ...]) -> ForkServer:
+    """Return a fork of a server that imports further modules."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipe = Path(folder) / "requests"
+        os.mkfifo(pipe)
+        server.send("serve", pipe, *modules)
+        return ForkServer(server.first, open(pipe, "w"))  # waits until the fork opens it, too
 
 
 def script_of(command: list[str], cwd: Path, env: dict[str, str]) -> str | None:
@@ -271,7 +304,7 @@ class Fork:
         file = self.folder / "code"
         if file.exists():
             return int(file.read_text())
-        code = self.server.poll()
+        code = self.server.first.poll()
         assert code is None, f"the fork server ended with code {code}"
         return None
 
@@ -300,12 +333,11 @@ class Fork:
             process.kill()
 
 
-def send_request(modules: tuple[str, ...], folder: Path) -> subprocess.Popen:
+def send_request(modules: tuple[str, ...], folder: Path) -> ForkServer:
     """Ask the server with these modules to run the request in `folder`; return the server."""
     with SERVER_LOCK:
         server = fork_server(modules)
-        server.stdin.write(f"{folder}\n")
-        server.stdin.flush()
+        server.send("run", folder)
     return server
 
 

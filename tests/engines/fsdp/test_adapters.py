@@ -32,7 +32,7 @@ from tests.support.plain import check_answers, plain_answers, plain_model
 from tests.support.training import digest, gather, make_batch, make_tokenizer
 
 
-@worker_case(1, 2, 4)
+@worker_case(1, 4)
 def adapters(folder: Path, device: torch.device) -> dict:
     """Compare the frozen model before and after training; try adapters that can learn nothing."""
     engine = build(folder / "llama", device, RECOMPUTE, lora=True)
@@ -89,7 +89,7 @@ def log_probs_in_training(engine: FSDPEngine, batch: Batch, step: int) -> list[f
 
 
 @pytest.mark.slow
-@on_ranks("adapters", 1, 2, 4)
+@on_ranks("adapters", 1, 4)
 def test_without_adapters_the_model_is_the_frozen_one(results, folder, world):
     result = results(world)["adapters"]
     assert result["same"] == [True, True], "also after training"

@@ -79,14 +79,16 @@ def checkpoint(folder: Path, device: torch.device, family: str) -> dict:
         stop = threading.Event()
         whole = directory / "step_00000003"
         watcher = threading.Thread(target=watch, args=(whole, listings, stop), daemon=True)
-        watcher.start()
+        if dist.get_rank() == 0:  # the rank whose results are written
+            watcher.start()
         checkpointer.save(3, engine, {"step": 3, **progress}, tokenizer)
         result["random"] = gather(torch.rand(1).item())
         # While an asynchronous save is still writing.
         result["uninterrupted"] = train(engine, range(3, 6))
         checkpointer.wait()
         stop.set()
-        watcher.join()
+        if watcher.is_alive():
+            watcher.join()
         result["published"] = [sorted(listing) for listing in listings]
         checkpointer.save(6, engine, {"step": 6, **progress, **adapter}, tokenizer)
         checkpointer.wait()
