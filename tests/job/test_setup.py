@@ -10,10 +10,17 @@ import train_ppo
 import train_sft
 from config import InputError, load
 from configs.files import SCRIPTS
+from data.dataset import OPTIONS
 from engines.parallel import device
 from examples.arithmetic import make_rows, make_tokenizer
 from job import setup
 from tests.support.models import make_model
+from tests.support.scripts import (
+    CHANGED,
+    change_description,
+    check_changed_settings,
+    set_up_in_fork,
+)
 
 NEW_TOKEN = "<new>"
 
@@ -107,6 +114,29 @@ def test_a_run_knows_its_data_steps_and_identity(set_up, tmp_path, capsys):
     assert progress.identity["the model"] == "qwen3 of 3 layers of 32"
     longest = int(run.val.lengths.max())
     assert f"warning: a row has {longest} tokens, more than the model's" in capsys.readouterr().out
+
+
+def test_a_run_knows_its_settings_and_those_of_its_teacher(settings, tmp_path):
+    model = tmp_path / "model"
+    make_tokenizer().save_pretrained(model)
+    change_description(model, num_nextn_predict_layers=1)
+    pairs = [*settings, *CHANGED, f"data.val_files={tmp_path}/val.jsonl", "data.max_length=1000"]
+    pairs.append(f"distill.teacher={model}")
+    made = set_up_in_fork(train_sft.set_up, "sft.yaml", pairs, tmp_path / "log")
+    check_changed_settings(made, model, OPTIONS)
+    assert made["rows"] == {"data.train_files": 9, "data.val_files": 1}
+    assert made["stages"] == ["teacher_compute", "train_batch", "validate"]
+    assert made["roles"] == [None, "teacher"]
+
+
+def test_without_validation_only_training_computes(settings, tmp_path):
+    made = set_up_in_fork(train_sft.set_up, "sft.yaml", settings, tmp_path / "log")
+    assert made["stages"] == ["train_batch"]
+
+
+def test_a_setting_of_a_teacher_needs_one(settings):
+    with pytest.raises(InputError, match="distill.top_k=3 does nothing without distill.teacher"):
+        train_sft.set_up(load("sft.yaml", [*settings, "distill.top_k=3"]))
 
 
 def test_a_token_that_only_a_validation_row_has_is_checked(set_up, tmp_path):
