@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
+import job.distillation  # noqa: F401  a test replaces functions that it imports
 import train_sft
 from config import InputError, load
 from job.hardware import Hardware
@@ -259,6 +261,7 @@ def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
 ):
     """Of four ranks, two share each row. A run that is stopped exports nothing."""
     run.world_size = 4
+    run.named_config = OmegaConf.merge(run.config, {"model": {"path": "a name on the hub"}})
     run.resume_from = "step_7"
     run.tokenizer = "tokenizer"
     calls = []
@@ -288,7 +291,8 @@ def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
 
     train_sft.main(run.config)
 
-    exports = [(engine, "tokenizer", run.output_dir / "hf", run.base_name)] if step == 10 else []
+    export = (engine, "tokenizer", run.output_dir / "hf", "a name on the hub")
+    exports = [export] if step == 10 else []
     assert calls == [
         (run.config, CPU, 10),
         ("step_7", engine),

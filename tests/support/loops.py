@@ -291,6 +291,7 @@ def check_main(
     def record(name: str, result=None) -> Callable:
         return lambda *values, **_: calls.append((name, *values)) or result
 
+    run.named_config = OmegaConf.merge(run.config, {"model": {"path": "a name on the hub"}})
     run.checkpointer = SimpleNamespace(load=record("load", saved), wait=record("wait"))
     run.heartbeat.close = record("heartbeat.close")
     run.tracker = None
@@ -303,8 +304,8 @@ def check_main(
 
     loop.script.main(run.config)
 
-    hf = run.output_dir / "hf"
-    exports = [("export", engine, "tokenizer", hf, run.base_name)] if last_step == 3 else []
+    export = ("export", engine, "tokenizer", run.output_dir / "hf", "a name on the hub")
+    exports = [export] if last_step == 3 else []
     (name, *built), *calls = calls
     assert name == "build"
     (trained,) = [call for call in calls if call[0] == "train"]
