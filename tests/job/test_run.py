@@ -279,7 +279,8 @@ def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
         return lambda *_: calls.append(name)
 
     run.checkpointer = SimpleNamespace(load=load_counters, wait=record("wait"))
-    run.heartbeat.close = record("close")
+    run.heartbeat.close = record("heartbeat.close")
+    run.profiler.close = record("profiler.close")
     run.progress = train_sft.SftProgress(identity={})
     monkeypatch.setattr(train_sft, "set_up", lambda config: run)
     monkeypatch.setattr(train_sft, "train", lambda *values: calls.append(values))
@@ -297,7 +298,8 @@ def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
         (run.config, CPU, 10),
         ("step_7", engine),
         (run, engine, None),
-        "close",
+        "heartbeat.close",
+        "profiler.close",
         "wait",
         *exports,
         "run.close",

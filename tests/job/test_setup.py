@@ -89,6 +89,7 @@ def test_a_run_knows_its_data_steps_and_identity(set_up, tmp_path, capsys):
     assert (run.rank, run.world_size, run.resume_from) == (0, 1, None)
     assert run.base_name == str(tmp_path / "model")
     assert [*run.memory_plan.roles] == [None]
+    assert run.heartbeat.explain_out_of_memory == run.memory_plan.explain
     assert run.checkpointer.directory == tmp_path / "out" / "checkpoints"
     assert run.checkpointer.max_checkpoints == 5
     progress = run.progress

@@ -294,6 +294,7 @@ def check_main(
     run.named_config = OmegaConf.merge(run.config, {"model": {"path": "a name on the hub"}})
     run.checkpointer = SimpleNamespace(load=record("load", saved), wait=record("wait"))
     run.heartbeat.close = record("heartbeat.close")
+    run.profiler.close = record("profiler.close")
     run.tracker = None
     build(calls)
     monkeypatch.setattr(loop.script, "set_up", lambda config, loss: run)
@@ -313,6 +314,7 @@ def check_main(
         ("load", "step_7", engine),
         trained,
         ("heartbeat.close",),
+        ("profiler.close",),
         ("wait",),
         *exports,
         ("run.close", run),
