@@ -1,6 +1,7 @@
 """What happens around a loop, without a model."""
 
 import gc
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -186,6 +187,19 @@ def test_the_last_line_says_how_a_run_ended(own_signals, tmp_path, capsys, step,
     run.tracker.log(step, {"train/loss": 1.0})
     run.close()
     assert lines_without_metrics(capsys)[-1] == line.format(out=tmp_path)
+
+
+def test_the_time_of_the_last_checkpoint_belongs_to_the_last_step(run, tmp_path):
+    run.start("1 row")
+    run.tracker.log(3, {"train/loss": 1.0})
+    run.progress.step = 3
+    with run.profiler.stage("save"):
+        pass
+    run.heartbeat.close = lambda: None
+    run.checkpointer = SimpleNamespace(wait=lambda: None)
+    run.end_loop()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line).keys() == {"step", "train/loss", "timing/save"}
 
 
 @pytest.mark.parametrize(

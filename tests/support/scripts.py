@@ -12,6 +12,7 @@ from types import ModuleType
 from omegaconf import DictConfig
 
 from config import InputError, load
+from engines.checkpoint.checkpointer import Checkpointer
 from engines.parallel import device
 from job.run import Run
 
@@ -94,13 +95,20 @@ def set_up_in_fork(
 
 def describe_set_up(set_up: Callable[[DictConfig], Run], config: DictConfig) -> dict:
     start_profiler = Run.start_profiler
+    find = Checkpointer.find
     stages = []
+    sought = []
 
     def record_stages(run: Run, model_stages: list[str]) -> None:
         stages.extend(model_stages)
         start_profiler(run, model_stages)
 
+    def record_find(checkpointer: Checkpointer, *values) -> Path | None:
+        sought.extend(values)
+        return find(checkpointer, *values)
+
     Run.start_profiler = record_stages
+    Checkpointer.find = record_find
     run = set_up(config)
     return {
         "progress": run.progress.to_json(),
@@ -110,6 +118,8 @@ def describe_set_up(set_up: Callable[[DictConfig], Run], config: DictConfig) -> 
         "roles": [*run.memory_plan.roles],
         "steps": [run.steps_per_epoch, run.total_steps],
         "checkpoints": [run.checkpointer.directory.name, run.checkpointer.max_checkpoints],
+        "async_save": run.checkpointer.asynchronous,
+        "sought": sought,
     }
 
 
@@ -121,6 +131,7 @@ CHANGED = [
     "data.shuffle=false",
     "trainer.seed=5",
     "trainer.max_checkpoints=5",
+    "trainer.async_save=true",
 ]
 
 
@@ -139,6 +150,8 @@ def check_changed_settings(made: dict, model: Path, options: Sequence[str]) -> d
     keys = [*options, "train_files", "chat_template", "val_size", "train_max_samples"]
     assert progress["tokenization"].keys() == {f"data.{key}" for key in keys}
     assert made["checkpoints"] == ["checkpoints", 5]
+    assert made["async_save"] is True
+    assert made["sought"] == ["auto", True], "a dry run renames no damaged checkpoint"
     identity = progress["run"]
     assert identity["model.lora"].startswith("rank 4, ")
     assert identity["data.shuffle"] is False
