@@ -189,6 +189,21 @@ def test_the_last_line_says_how_a_run_ended(own_signals, tmp_path, capsys, step,
     assert lines_without_metrics(capsys)[-1] == line.format(out=tmp_path)
 
 
+def test_logs_and_configuration_name_models_as_the_user_does(run, monkeypatch, tmp_path):
+    run.named_config = OmegaConf.merge(run.config, {"model": {"path": "a name on the hub"}})
+    run.progress.step = 4
+    made = []
+
+    def make_tracker(*values):
+        made.append(values)
+        return SimpleNamespace(print=lambda text: None)
+
+    monkeypatch.setattr("job.tracking.Tracker", make_tracker)
+    run.start("1 row")
+    assert made == [(run.named_config, 0, 4, 10)]
+    assert "path: a name on the hub" in (tmp_path / "config.yaml").read_text()
+
+
 def test_the_time_of_the_last_checkpoint_belongs_to_the_last_step(run, tmp_path):
     run.start("1 row")
     run.tracker.log(3, {"train/loss": 1.0})
