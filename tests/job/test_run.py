@@ -4,6 +4,7 @@ import gc
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -187,6 +188,7 @@ def test_the_last_line_says_how_a_run_ended(own_signals, tmp_path, capsys, step,
     run.tracker.log(step, {"train/loss": 1.0})
     run.close()
     assert lines_without_metrics(capsys)[-1] == line.format(out=tmp_path)
+    assert (tmp_path / "report.png").exists(), "the logs are closed"
 
 
 def test_logs_and_configuration_name_models_as_the_user_does(run, monkeypatch, tmp_path):
@@ -202,6 +204,33 @@ def test_logs_and_configuration_name_models_as_the_user_does(run, monkeypatch, t
     run.start("1 row")
     assert made == [(run.named_config, 0, 4, 10)]
     assert "path: a name on the hub" in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "pair, key", [("data.val_size=4", "data.val_size"), ("data.val_files=v", "data.val_files")]
+)
+def test_data_sets_are_named_by_the_key_that_chooses_their_rows(own_signals, tmp_path, pair, key):
+    run = make_run(tmp_path, pair)
+    assert run.datasets() == {"data.train_files": run.train, key: run.val}
+    run.val = None
+    assert run.datasets() == {"data.train_files": run.train}
+
+
+def test_rows_are_tokenized_with_the_runs_tokenizer_and_settings(
+    own_signals, process_group, tmp_path
+):
+    run = make_run(tmp_path, "data.cache_dir=cache")
+    run.tokenizer = "tokenizer"
+    run.processor = "processor"
+    expected = ["rows", "tokenizer", run.config.data, Path("cache"), "m", "processor"]
+
+    def tokenize(*values):
+        return list(values)
+
+    assert run.tokens_of(tokenize, "rows") == expected
+    assert run.tokens_of(tokenize, "rows", True) == [*expected, True]
+    expected[2] = "other settings"
+    assert run.tokens_of(tokenize, "rows", data="other settings") == expected
 
 
 def test_the_time_of_the_last_checkpoint_belongs_to_the_last_step(run, tmp_path):

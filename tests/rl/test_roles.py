@@ -13,9 +13,9 @@ from config import InputError, load
 from engines import schedule
 from engines.heads import Head
 from engines.model.routes import FIELD as ROUTES
-from profiling import Profiler
 from rl import roles as roles_module
 from rl.roles import Roles
+from tests.support.loops import RecordingProfiler
 from tests.support.samples import failure, make_samples, whole
 
 GAE = "algorithm.adv_estimator=gae"
@@ -121,7 +121,8 @@ def make_roles(monkeypatch):
 
     def make(total_steps, *settings, device="cpu"):
         config = load("ppo.yaml", ["model.path=unused", "data.train_files=unused", *settings])
-        return Roles(config, torch.device(device), None, None, Profiler(), total_steps)
+        profiler = RecordingProfiler()
+        return Roles(config, torch.device(device), "tokenizer", "grader", profiler, total_steps)
 
     return make
 
@@ -390,3 +391,181 @@ def test_more_groups_than_a_step_needs_begin_only_if_they_may_wait(
     assert sampler.ledger.num_replicas == 2
     assert sampler.ledger.oversample == oversample
     assert sampler.ledger.limit == 4 * 8, "the groups of the steps that are left"
+
+
+TEACHER = ["algorithm.distill.teacher=teacher", "algorithm.adv_estimator=grpo"]
+REWARD_MODEL = ["reward.model.path=scorer"]
+
+
+def record_calls(monkeypatch, name: str) -> list:
+    """Let something that roles.py calls only record its arguments."""
+    calls = []
+
+    def record(*values, **options):
+        calls.append(values)
+        return SimpleNamespace(engine=values[1], close=lambda: None)
+
+    monkeypatch.setattr(roles_module, name, record)
+    return calls
+
+
+@pytest.mark.parametrize("device, offloaded", [("cpu", []), ("cuda", ["parameters"])])
+def test_frozen_models_are_built_without_an_optimizer(make_roles, monkeypatch, device, offloaded):
+    """A reward model has the head of a critic; a teacher's distributions are compared."""
+    teachers = record_calls(monkeypatch, "Teachers")
+    reward_models = record_calls(monkeypatch, "RewardModel")
+    roles = make_roles(6, *TEACHER, *REWARD_MODEL, "offload.reference=true", device=device)
+    ((config, (teacher,), actor, moved),) = teachers
+    assert (config, actor, moved) == (roles.config, roles.actor, offloaded)
+    assert teacher.config.model.path == "teacher"
+    assert not teacher.options["optimize"]
+    assert teacher.options["head"] == Head.LOG_PROBS
+    ((config, scorer, moved),) = reward_models
+    assert (config, moved) == (roles.config, offloaded)
+    assert scorer.config.model.path == "scorer"
+    assert not scorer.options["optimize"]
+    assert scorer.options["head"] == Head.VALUES
+    for engine in (teacher, scorer):
+        assert engine.total_steps == 6
+        assert ("parameters" in engine.on_device) == (device == "cpu")
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_vllm_shares_its_frozen_weights_if_it_can(make_roles, monkeypatch, is_shared):
+    """Then it is built before the engines."""
+    rollout = SimpleNamespace(shared_weights="frozen weights")
+    monkeypatch.setattr(roles_module.adapters, "shares_base", lambda config, size: is_shared)
+    monkeypatch.setattr(roles_module, "Rollout", lambda config, device: rollout)
+    monkeypatch.setattr(roles_module, "Sampler", lambda *values: values)
+    roles = make_roles(6)
+    assert roles.actor.options["shared_weights"] == ("frozen weights" if is_shared else None)
+    assert roles.rollout is (rollout if is_shared else None)
+    roles.start_rollout()
+    assert roles.rollout is rollout
+
+
+def test_the_sampler_gets_the_settings_of_the_rewards(make_roles, monkeypatch):
+    """Before vLLM starts, the engines leave the device: a checkpoint may have been loaded."""
+    samplers = record_calls(monkeypatch, "Sampler")
+    settings = ["reward.max_failure_rate=0.25", "reward.skip_special_tokens=false"]
+    roles = make_roles(6, GAE, *settings, device="cuda")
+    roles.host_group = "group"
+    for engine in (roles.actor, roles.critic):
+        engine.onload()
+    held = []
+
+    def start(config, device):
+        held.append(roles.actor.on_device | roles.critic.on_device)
+        return "vLLM"
+
+    monkeypatch.setattr(roles_module, "Rollout", start)
+    roles.start_rollout()
+    assert samplers == [("vLLM", "grader", "tokenizer", "group", 0.25, False)]
+    assert held == [set()]
+
+
+def test_episodes_have_a_sampler_of_their_own(make_roles, monkeypatch):
+    calls = []
+    start = SimpleNamespace(start=lambda *values: calls.append(values))
+    monkeypatch.setattr(roles_module, "EpisodeSampler", start)
+    monkeypatch.setattr(roles_module, "Rollout", lambda config, device: "vLLM")
+    roles = make_roles(6)
+    roles.config = OmegaConf.merge(roles.config, {"rollout": {"episode": "game.py:play"}})
+    roles.host_group = "group"
+    roles.start_rollout()
+    assert calls == [(roles.config, "vLLM", "grader", "tokenizer", "group")]
+
+
+def test_an_adapter_is_probed_on_both_sides_of_its_way_to_vllm(make_roles):
+    """The trainer computes while its weights are on the device, vLLM when it is awake."""
+    roles = make_roles(6, device="cuda")
+    roles.rollout = RecordingRollout({"actor": roles.actor})
+    roles.rollout.adapter = "adapter"
+    roles.actor.onload()
+    probed = []
+
+    def record_trainer(actor):
+        probed.append(("trainer", set(actor.on_device), [*roles.rollout.calls]))
+
+    def check_vllm(rollout):
+        probed.append(("vLLM", set(roles.actor.on_device), [*rollout.held]))
+
+    roles.probe = SimpleNamespace(record_trainer=record_trainer, check_vllm=check_vllm)
+    roles.wake()
+    assert probed == [
+        ("trainer", {"parameters"}, ["adapter"]),
+        ("vLLM", set(), ["weights", "kv_cache"]),
+    ]
+
+
+@pytest.mark.parametrize("dtype, num_checks", [("fp8", 1), ("auto", 0)])
+def test_a_kv_cache_in_fp8_is_checked_in_the_first_step(make_roles, monkeypatch, dtype, num_checks):
+    roles = make_roles(6)
+    roles.must_check_kv_cache = dtype == "fp8"
+    checks = []
+    monkeypatch.setattr(
+        roles_module.updates, "check_fp8_kv_cache", lambda *values: checks.append(values)
+    )
+    roles.host_group = "group"
+    share = make_share()
+    for step in range(2):
+        roles.compute_log_probs(share, step)
+    assert len(checks) == num_checks
+    for checked, log_probs, group in checks:
+        assert (checked, group) == (share, "group")
+        assert log_probs.tolist() == [roles.actor.number] * 2
+
+
+def test_each_stage_has_the_engine_that_computes(make_roles, monkeypatch):
+    """Tools such as msprobe hook its modules."""
+    record_calls(monkeypatch, "RewardModel")
+    roles = make_roles(6, GAE, REFERENCE, "algorithm.ppo_epochs=2", *REWARD_MODEL)
+    samples = make_samples([0], [1.0], [0])
+    roles.reward_model.score = lambda samples, group: samples
+    roles.rollout = RecordingRollout({"actor": roles.actor})
+    share = whole(samples)
+    roles._with_model_scores(samples)
+    roles.compute_log_probs(share, 1)
+    roles.compute_values(share)
+    roles.update_critic(share, 1)
+    roles.update_actor(share, 1)
+    roles.sleep()
+    assert roles.profiler.engines == [
+        ("reward_model_compute", roles.reward_model.engine),
+        ("actor_compute_log_prob", roles.actor),
+        ("ref_compute_log_prob", roles.reference),
+        ("compute_values", roles.critic),
+        ("critic_update", roles.critic),
+        ("actor_update", roles.actor),
+        ("sleep", None),
+    ]
+
+
+def test_a_resumed_run_carries_on_with_open_groups(make_roles, monkeypatch, tmp_path):
+    """A checkpoint holds what every rank has begun; the sampler gets it in the first step."""
+    monkeypatch.setattr(roles_module, "ContinuingRollout", lambda rollout: rollout)
+    monkeypatch.setattr(roles_module, "read_files", lambda path: [f"files of {path}".encode()])
+    loaded = []
+    kind = roles_module.PartialResponses
+    monkeypatch.setattr(kind, "load_state", lambda self, files: loaded.extend(files))
+    monkeypatch.setattr(kind, "state", lambda self: {"groups": b"open"})
+    roles = make_roles(6, "rollout.partial.enable=true", "algorithm.rollout_is=token")
+    roles.rollout = SimpleNamespace(num_replicas=2, awake=False)
+    saved = []
+    checkpointer = SimpleNamespace(
+        load=lambda *values, **engines: {}, save=lambda *values, **engines: saved.append(values)
+    )
+    roles.load(checkpointer, tmp_path)
+    roles.save(checkpointer, 3, {})
+    roles.partial = roles._start_partial([0], range, step=4)
+    roles.save(checkpointer, 4, {})
+    assert loaded == [f"files of {tmp_path}".encode()]
+    assert [values[-1] for values in saved] == [{}, {"groups": b"open"}]
+
+
+def test_with_filtered_groups_a_run_may_need_any_number_of_them(make_roles, monkeypatch):
+    monkeypatch.setattr(roles_module, "ContinuingRollout", lambda rollout: rollout)
+    partial = ["rollout.partial.enable=true", "algorithm.rollout_is=token"]
+    roles = make_roles(6, *partial, "algorithm.filter_groups.enable=true")
+    roles.rollout = SimpleNamespace(num_replicas=2)
+    assert roles._start_partial([0], range, step=3).ledger.limit is None
