@@ -19,7 +19,7 @@ from job.hardware import Hardware
 from job.metrics import throughput
 from job.progress import Progress
 from job.run import Run
-from job.setup import check_skipped, check_validation, count_steps
+from job.setup import check_directories, check_skipped, check_validation, count_steps
 from job.signals import Agreement
 from profiling import Profiler
 from tests.support.launch import ROOT
@@ -204,6 +204,27 @@ def test_logs_and_configuration_name_models_as_the_user_does(run, monkeypatch, t
     run.start("1 row")
     assert made == [(run.named_config, 0, 4, 10)]
     assert "path: a name on the hub" in (tmp_path / "config.yaml").read_text()
+
+
+def test_the_configuration_is_written_without_secrets(own_signals, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "a secret of mine")
+    make_run(tmp_path, "trainer.experiment_name=${oc.env:MY_API_KEY}").start("1 row")
+    written = (tmp_path / "config.yaml").read_text()
+    assert "experiment_name: ${oc.env:MY_API_KEY}" in written
+    assert "a secret of mine" not in written
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_ranks_share_the_directories_and_a_dry_run_claims_none(tmp_path, monkeypatch, dry_run):
+    checked = []
+    claimed = []
+    monkeypatch.setattr("job.output.check_shared", lambda *values: checked.append(values))
+    monkeypatch.setattr("job.output.claim", claimed.append)
+    settings = [f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache"]
+    settings += [f"dry_run={dry_run}", "model.path=m", "data.train_files=t"]
+    check_directories(load("sft.yaml", settings))
+    assert checked == [(tmp_path / "out", "output_dir"), (tmp_path / "cache", "data.cache_dir")]
+    assert claimed == ([] if dry_run else [tmp_path / "out"])
 
 
 @pytest.mark.parametrize(

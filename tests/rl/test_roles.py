@@ -385,9 +385,12 @@ def test_more_groups_than_a_step_needs_begin_only_if_they_may_wait(
     monkeypatch.setattr(roles_module, "ContinuingRollout", lambda rollout: rollout)
     partial = ["rollout.partial.enable=true", "algorithm.rollout_is=token"]
     partial += [f"rollout.partial.max_staleness={max_staleness}", "rollout.partial.oversample=1.5"]
+    partial.append("rollout.partial.on_stale=drop")
     roles = make_roles(6, *partial, "data.train_batch_size=8")
     roles.rollout = SimpleNamespace(num_replicas=2)
     sampler = roles._start_partial([0], range, step=3)
+    assert sampler.open.max_staleness == max_staleness
+    assert not sampler.open.finishes_old
     assert sampler.ledger.num_replicas == 2
     assert sampler.ledger.oversample == oversample
     assert sampler.ledger.limit == 4 * 8, "the groups of the steps that are left"
@@ -565,7 +568,68 @@ def test_a_resumed_run_carries_on_with_open_groups(make_roles, monkeypatch, tmp_
 
 def test_with_filtered_groups_a_run_may_need_any_number_of_them(make_roles, monkeypatch):
     monkeypatch.setattr(roles_module, "ContinuingRollout", lambda rollout: rollout)
-    partial = ["rollout.partial.enable=true", "algorithm.rollout_is=token"]
-    roles = make_roles(6, *partial, "algorithm.filter_groups.enable=true")
+    settings = ["rollout.partial.enable=true", "algorithm.rollout_is=token"]
+    settings += ["algorithm.filter_groups.enable=true", "rollout.partial.on_stale=finish"]
+    roles = make_roles(6, *settings)
     roles.rollout = SimpleNamespace(num_replicas=2)
-    assert roles._start_partial([0], range, step=3).ledger.limit is None
+    sampler = roles._start_partial([0], range, step=3)
+    assert sampler.ledger.limit is None
+    assert sampler.open.finishes_old
+
+
+def test_a_sampler_of_open_groups_serves_all_steps(make_roles, monkeypatch):
+    """The version of the weights is the number of the steps that have trained them."""
+    monkeypatch.setattr(roles_module, "ContinuingRollout", lambda rollout: rollout)
+    collected = []
+    monkeypatch.setattr(
+        roles_module.collecting, "collect", lambda config, source: collected.append(source)
+    )
+    roles = make_roles(6, "rollout.partial.enable=true", "algorithm.rollout_is=token")
+    roles.rollout = SimpleNamespace(num_replicas=2)
+    for step in (3, 4):
+        roles.collect([0], range, 0, step)
+    first, second = collected
+    assert (first.version, second.version) == (2, 3)
+    assert first.sampler is second.sampler is roles.partial
+    assert first.profiler is roles.profiler
+    assert first.respond.args == (3,)
+    assert first.report_failures.args == (3,)
+
+
+def test_a_reward_model_scores_a_validation_while_vllm_sleeps(make_roles, monkeypatch, tmp_path):
+    record_calls(monkeypatch, "RewardModel")
+    roles = make_roles(6, *REWARD_MODEL, f"output_dir={tmp_path}")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    roles.rollout = RecordingRollout({"actor": roles.actor})
+    draw = make_samples([2], [1.0], [0])
+    roles.sampler = SimpleNamespace(draw=lambda request, profiler: draw)
+    roles.reward_model.score = lambda samples, group: (samples, [*roles.rollout.calls])
+    assert roles.validate([0], step=7) == (draw, ["sleep"])
+
+
+def test_a_part_of_the_function_has_another_name_than_the_reward_models(make_roles, monkeypatch):
+    record_calls(monkeypatch, "RewardModel")
+    roles = make_roles(6, *REWARD_MODEL)
+    samples = make_samples([2], [1.0], [0])
+    samples.parts["model"] = samples.scores
+    with pytest.raises(InputError, match='returns a part named "model"'):
+        roles.score(samples)
+
+
+def test_shares_are_of_mini_batches_and_have_what_the_teacher_sees(make_roles, monkeypatch):
+    settings = ["algorithm.distill.teacher=teacher", "data.teacher_prompt_key=hint"]
+    record_calls(monkeypatch, "Teachers")
+    roles = make_roles(6, *settings, "data.train_batch_size=2", "algorithm.ppo_mini_batch_size=1")
+    samples = make_samples([2, 2], [1.0, 0.0], [0, 1])
+    roles.host_group = "group"
+    numbered = []
+    monkeypatch.setattr(
+        roles_module.teacher, "number_teachers", lambda *values: numbered.append(values)
+    )
+    monkeypatch.setattr(roles_module.teacher, "after_teacher_prompts", lambda *values: values)
+    monkeypatch.setattr(roles_module, "divide", lambda *values: values)
+    divided, mini_batches, engine, group, seen_by_teacher = roles.divide(samples)
+    assert numbered == [(roles.config, samples)]
+    assert (divided, engine, group) == (samples, roles.actor, "group")
+    assert mini_batches.tolist() == [0, 1]
+    assert seen_by_teacher == (samples, "group")
