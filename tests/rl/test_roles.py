@@ -343,7 +343,10 @@ def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(make_rol
     assert calls == [((n, roles.actor, {"step": n}, "tokenizer", {}), critic) for n in (3, 4)]
     for engine in (roles.actor, roles.critic):
         engine.onload()
+    closed = []
+    roles.sampler = SimpleNamespace(close=lambda: closed.append([*roles.rollout.calls]))
     roles.close()
+    assert closed == [["sleep"]], "the sampler ends its processes before vLLM stops"
     assert roles.actor.on_device == roles.critic.on_device == set()
     assert roles.rollout.calls == ["sleep", "shutdown"]
 
@@ -633,3 +636,47 @@ def test_shares_are_of_mini_batches_and_have_what_the_teacher_sees(make_roles, m
     assert (divided, engine, group) == (samples, roles.actor, "group")
     assert mini_batches.tolist() == [0, 1]
     assert seen_by_teacher == (samples, "group")
+
+
+def test_a_teacher_computes_before_the_update_and_teaches_in_it(make_roles, monkeypatch):
+    """With several teachers, the means of each are computed from its sums."""
+    record_calls(monkeypatch, "Teachers")
+    settings = ["algorithm.distill.teachers={math: a, code: b}", "algorithm.adv_estimator=grpo"]
+    roles = make_roles(6, *settings)
+    taught = []
+
+    @contextmanager
+    def teaching(engine):
+        taught.append(engine)
+        yield
+
+    roles.teachers = SimpleNamespace(engine="the teachers' engine", teaching=teaching)
+    computed = []
+    monkeypatch.setattr(roles_module.teacher, "compute", lambda *values: computed.append(values))
+    losses = record_calls(monkeypatch, "ActorLoss")
+    sums = {"distill/divergence/math": 0.5, "distill/share/math": 0.25}
+    monkeypatch.setattr(roles_module.updates, "update", lambda *values: dict(sums))
+    samples = make_samples([0, 1], [1.0, 0.0], [0, 0])
+    share = whole(samples)
+    roles.compute_log_probs(share, 0)
+    assert computed == [(roles.teachers, share)]
+    assert not taught
+    metrics = roles.update_actor(share, 0)
+    assert taught == [roles.actor]
+    assert losses == [(roles.config, len(samples))]
+    assert metrics["distill/divergence/math"] == 0.5 / 0.25
+    assert roles.profiler.engines == [
+        ("teacher_compute", "the teachers' engine"),
+        ("actor_update", roles.actor),
+    ]
+
+
+@pytest.mark.parametrize("used", [None, 3.0])
+def test_memory_is_that_of_all_processes_or_of_this_one(make_roles, monkeypatch, used):
+    roles = make_roles(6)
+    monkeypatch.setattr(roles_module, "used_gib", lambda device: used)
+    metrics = roles.memory()
+    if used is None:
+        assert metrics.keys() == {"perf/memory_peak_gib"}
+    else:
+        assert metrics == {"perf/memory_training_gib": used}

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from config import InputError, load
 from engines.checkpoint.checkpointer import Checkpointer
+from engines.model.model_files import fingerprint
 from engines.parallel import device
 from job.run import Run
 
@@ -154,6 +155,7 @@ def check_changed_settings(made: dict, model: Path, options: Sequence[str]) -> d
     assert made["sought"] == ["auto", True], "a dry run renames no damaged checkpoint"
     identity = progress["run"]
     assert identity["model.lora"].startswith("rank 4, ")
+    assert identity["frozen weights"] == fingerprint(model)
     assert identity["data.shuffle"] is False
     assert identity["trainer.seed"] == 5
     num_rows = made["rows"]["data.train_files"]
