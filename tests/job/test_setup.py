@@ -205,7 +205,7 @@ BEFORE_MODELS = {
         "trainer.test_freq=4 does nothing without data.val_files",
     ),
     "order": ("data.sampler_kwargs.x=1", "data.sampler_kwargs.x does nothing without data.sampler"),
-    "assumptions": ("assume.num_gpus=8", "assume.num_gpus"),
+    "assumptions": ("assume.num_gpus=8", "assume.num_gpus=8 does nothing without dry_run"),
     "loggers": ("trainer.logger=[wandb]", "wandb, which is not installed"),
 }
 
