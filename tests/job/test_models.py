@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from config import InputError, load
 from data.dataset import TokenDataset, tokenize
@@ -67,6 +68,28 @@ def test_an_unknown_token_is_found_wherever_it_is(monkeypatch, place):
     with pytest.raises(InputError, match=r"^val has rows with the token <7> \(7\), .* only 7 rows"):
         models.find_unknown_token(config, 7, tokenizer, datasets)
     models.find_unknown_token(config, 8, tokenizer, datasets)
+
+
+@pytest.mark.parametrize(
+    "script, key",
+    [
+        *((script, "model.path") for script in ("sft", "dpo", "rm", "ppo")),
+        ("sft", "distill.teacher"),
+        ("dpo", "reference.path"),
+        ("ppo", "critic.path"),
+        ("ppo", "reference.path"),
+        ("ppo", "reward.model.path"),
+        ("ppo", "algorithm.distill.teacher"),
+        ("ppo", "algorithm.distill.teachers.math"),
+    ],
+)
+def test_every_script_finds_the_model_of_every_role(tmp_path, monkeypatch, script, key):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: f"/cache/{name}")
+    pairs = [f"model.path={tmp_path}", "data.train_files=t", f"{key}=org/name"]
+    if key.endswith("math"):
+        pairs[-1] = "algorithm.distill.teachers={math: org/name}"
+    local = models.with_local_models(load(f"{script}.yaml", pairs))
+    assert OmegaConf.select(local, key) == "/cache/org/name"
 
 
 @pytest.mark.parametrize("dry_run, downloads_weights", [(True, False), (False, True)])

@@ -1,12 +1,13 @@
 """Which checkpoint a run continues from, and what may change."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from config import InputError, load
-from data import dataset, prompts
-from job.progress import Progress, identify_tokens
+from data import dataset, preference_dataset, prompts, reward_dataset
+from job.progress import Progress, identify, identify_tokens
 from job.resume import IDENTITY_OF_REFERENCE, choose_checkpoint, find_resume
 
 
@@ -80,6 +81,88 @@ def test_what_a_resume_may_not_change(tmp_path, pairs, run, message):
     assert message in str(caught.value)
 
 
+OVERRIDABLE = [
+    "data.train_batch_size",
+    "data.train_files",
+    "data.shuffle",
+    "data.weights",
+    "data.sampler",
+    "trainer.seed",
+    "rollout.n",
+    "algorithm.adv_estimator",
+]
+
+
+@pytest.mark.parametrize("key", OVERRIDABLE)
+def test_what_a_resume_may_change_is_reported(tmp_path, capsys, key):
+    (tmp_path / "trainer.json").write_text(json.dumps({"step": 3, "run": {key: "old"}}))
+    needed = ["model.path=m", "data.train_files=t", f"trainer.resume={tmp_path}"]
+    config = load("sft.yaml", [*needed, f"trainer.resume_override=[{key}]"])
+    assert find_resume(config, None, Progress(identity={key: "new"}), 20) == tmp_path
+    message = f"{tmp_path} was written with {key}=old, now it is new, as trainer.resume_override"
+    assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        (("float32", None), ("bfloat16", None), "engine.compute_dtype=float32, now it is bfloat16"),
+        (("float32", "float32"), ("float32", "bfloat16"), "model.lora.dtype=float32, now it is bf"),
+        (("float32", "float32"), ("float32", "float32"), None),
+    ],
+)
+def test_with_megatron_the_dtypes_of_weights_may_not_change(tmp_path, old, new, message):
+    def progress(dtypes) -> Progress:
+        lora = {"dtype": dtypes[1]} if dtypes[1] else None
+        return Progress(identity={}, export_dtype=dtypes[0], lora=lora, step=3)
+
+    (tmp_path / "trainer.json").write_text(json.dumps(progress(old).to_json()))
+    needed = ["model.path=m", "data.train_files=t", f"trainer.resume={tmp_path}"]
+    assert find_resume(load("sft.yaml", needed), None, progress(new), 20) == tmp_path
+    config = load("sft.yaml", [*needed, "model_engine=megatron"])
+    if message is None:
+        assert find_resume(config, None, progress(new), 20) == tmp_path
+        return
+    with pytest.raises(InputError) as caught:
+        find_resume(config, None, progress(new), 20)
+    assert message in str(caught.value)
+
+
+def test_a_run_that_shall_never_resume_keeps_its_checkpoints(tmp_path):
+    config = config_with("never")
+    assert find_resume(config, None, Progress(identity={}), 20) is None
+    with pytest.raises(InputError, match=f"trainer.resume=never, but {tmp_path} exists"):
+        find_resume(config, tmp_path, Progress(identity={}), 20)
+
+
+@pytest.mark.parametrize(
+    "pairs, key, value",
+    [
+        ([], "model.lora", "none"),
+        ([], "optim.state_dtype", "16 or 32 bits"),
+        (["optim.state_dtype=bfloat16"], "optim.state_dtype", "16 or 32 bits"),
+        (["optim.state_dtype=int8"], "optim.state_dtype", "int8"),
+        (["optim.name=muon"], "optim.name", "muon"),
+        (["model.freeze=[visual]"], "model.freeze", ["visual"]),
+        (["model_engine=megatron"], "model_engine", "megatron"),
+        (["data.train_batch_size=6"], "data.train_batch_size", 6),
+        (["trainer.seed=5"], "trainer.seed", 5),
+        (["model.mtp.enable=true"], "model.mtp.enable_train", False),
+        (
+            ["model_engine=megatron", "model.mtp.enable=true", "model.mtp.enable_train=true"],
+            "model.mtp.enable_train",
+            True,
+        ),
+        ([], "the model", "qwen3 of 2 layers of 8"),
+    ],
+)
+def test_what_identifies_a_run(pairs, key, value):
+    config = load("sft.yaml", ["model.path=m", "data.train_files=t", *pairs])
+    shape = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8}
+    identity = identify(config, SimpleNamespace(**shape), SimpleNamespace(name="0123"))
+    assert identity[key] == value
+
+
 @pytest.mark.parametrize("old, new", [("a", "a"), ("a", None), (None, "b")])
 def test_a_run_may_start_and_stop_using_a_reference(tmp_path, old, new):
     identity = {"trainer.seed": 0}
@@ -124,7 +207,15 @@ def test_other_tokens_are_explained_by_the_settings_that_changed(tmp_path, now, 
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("script, module", [("sft", dataset), ("ppo", prompts)])
+@pytest.mark.parametrize(
+    "script, module",
+    [
+        ("sft", dataset),
+        ("ppo", prompts),
+        ("dpo", preference_dataset),
+        ("rm", reward_dataset),
+    ],
+)
 def test_every_setting_that_changes_tokens_can_explain_a_difference(script, module):
     config = load(f"{script}.yaml", ["model.path=m", "data.train_files=t", "data.val_size=0.1"])
     identified = identify_tokens(config, module.OPTIONS)

@@ -1,21 +1,25 @@
 """What happens around a loop, without a model."""
 
 import gc
+import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
+import job.distillation  # noqa: F401  a test replaces functions that it imports
 import train_sft
 from config import InputError, load
 from job.hardware import Hardware
 from job.metrics import throughput
 from job.progress import Progress
 from job.run import Run
-from job.setup import check_skipped, check_validation, count_steps
+from job.setup import check_directories, check_skipped, check_validation, count_steps
 from job.signals import Agreement
 from profiling import Profiler
 from tests.support.launch import ROOT
@@ -184,6 +188,83 @@ def test_the_last_line_says_how_a_run_ended(own_signals, tmp_path, capsys, step,
     run.tracker.log(step, {"train/loss": 1.0})
     run.close()
     assert lines_without_metrics(capsys)[-1] == line.format(out=tmp_path)
+    assert (tmp_path / "report.png").exists(), "the logs are closed"
+
+
+def test_logs_and_configuration_name_models_as_the_user_does(run, monkeypatch, tmp_path):
+    run.named_config = OmegaConf.merge(run.config, {"model": {"path": "a name on the hub"}})
+    run.progress.step = 4
+    made = []
+
+    def make_tracker(*values):
+        made.append(values)
+        return SimpleNamespace(print=lambda text: None)
+
+    monkeypatch.setattr("job.tracking.Tracker", make_tracker)
+    run.start("1 row")
+    assert made == [(run.named_config, 0, 4, 10)]
+    assert "path: a name on the hub" in (tmp_path / "config.yaml").read_text()
+
+
+def test_the_configuration_is_written_without_secrets(own_signals, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "a secret of mine")
+    make_run(tmp_path, "trainer.experiment_name=${oc.env:MY_API_KEY}").start("1 row")
+    written = (tmp_path / "config.yaml").read_text()
+    assert "experiment_name: ${oc.env:MY_API_KEY}" in written
+    assert "a secret of mine" not in written
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_ranks_share_the_directories_and_a_dry_run_claims_none(tmp_path, monkeypatch, dry_run):
+    checked = []
+    claimed = []
+    monkeypatch.setattr("job.output.check_shared", lambda *values: checked.append(values))
+    monkeypatch.setattr("job.output.claim", claimed.append)
+    settings = [f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache"]
+    settings += [f"dry_run={dry_run}", "model.path=m", "data.train_files=t"]
+    check_directories(load("sft.yaml", settings))
+    assert checked == [(tmp_path / "out", "output_dir"), (tmp_path / "cache", "data.cache_dir")]
+    assert claimed == ([] if dry_run else [tmp_path / "out"])
+
+
+@pytest.mark.parametrize(
+    "pair, key", [("data.val_size=4", "data.val_size"), ("data.val_files=v", "data.val_files")]
+)
+def test_data_sets_are_named_by_the_key_that_chooses_their_rows(own_signals, tmp_path, pair, key):
+    run = make_run(tmp_path, pair)
+    assert run.datasets() == {"data.train_files": run.train, key: run.val}
+    run.val = None
+    assert run.datasets() == {"data.train_files": run.train}
+
+
+def test_rows_are_tokenized_with_the_runs_tokenizer_and_settings(
+    own_signals, process_group, tmp_path
+):
+    run = make_run(tmp_path, "data.cache_dir=cache")
+    run.tokenizer = "tokenizer"
+    run.processor = "processor"
+    expected = ["rows", "tokenizer", run.config.data, Path("cache"), "m", "processor"]
+
+    def tokenize(*values):
+        return list(values)
+
+    assert run.tokens_of(tokenize, "rows") == expected
+    assert run.tokens_of(tokenize, "rows", True) == [*expected, True]
+    expected[2] = "other settings"
+    assert run.tokens_of(tokenize, "rows", data="other settings") == expected
+
+
+def test_the_time_of_the_last_checkpoint_belongs_to_the_last_step(run, tmp_path):
+    run.start("1 row")
+    run.tracker.log(3, {"train/loss": 1.0})
+    run.progress.step = 3
+    with run.profiler.stage("save"):
+        pass
+    run.heartbeat.close = lambda: None
+    run.checkpointer = SimpleNamespace(wait=lambda: None)
+    run.end_loop()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line).keys() == {"step", "train/loss", "timing/save"}
 
 
 @pytest.mark.parametrize(
@@ -259,6 +340,7 @@ def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
 ):
     """Of four ranks, two share each row. A run that is stopped exports nothing."""
     run.world_size = 4
+    run.named_config = OmegaConf.merge(run.config, {"model": {"path": "a name on the hub"}})
     run.resume_from = "step_7"
     run.tokenizer = "tokenizer"
     calls = []
@@ -276,7 +358,8 @@ def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
         return lambda *_: calls.append(name)
 
     run.checkpointer = SimpleNamespace(load=load_counters, wait=record("wait"))
-    run.heartbeat.close = record("close")
+    run.heartbeat.close = record("heartbeat.close")
+    run.profiler.close = record("profiler.close")
     run.progress = train_sft.SftProgress(identity={})
     monkeypatch.setattr(train_sft, "set_up", lambda config: run)
     monkeypatch.setattr(train_sft, "train", lambda *values: calls.append(values))
@@ -288,12 +371,14 @@ def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
 
     train_sft.main(run.config)
 
-    exports = [(engine, "tokenizer", run.output_dir / "hf", run.base_name)] if step == 10 else []
+    export = (engine, "tokenizer", run.output_dir / "hf", "a name on the hub")
+    exports = [export] if step == 10 else []
     assert calls == [
         (run.config, CPU, 10),
         ("step_7", engine),
         (run, engine, None),
-        "close",
+        "heartbeat.close",
+        "profiler.close",
         "wait",
         *exports,
         "run.close",

@@ -5,15 +5,24 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import train_ppo
 import train_sft
 from config import InputError, load
 from configs.files import SCRIPTS
+from data.dataset import OPTIONS
 from engines.parallel import device
 from examples.arithmetic import make_rows, make_tokenizer
 from job import setup
+from job.run import Run
 from tests.support.models import make_model
+from tests.support.scripts import (
+    CHANGED,
+    change_description,
+    check_changed_settings,
+    set_up_in_fork,
+)
 
 NEW_TOKEN = "<new>"
 
@@ -71,17 +80,25 @@ def set_up(settings):
     return call
 
 
-def test_a_run_knows_its_data_steps_and_identity(set_up, tmp_path, capsys):
+def test_a_run_knows_its_data_steps_and_identity(set_up, tmp_path, capsys, monkeypatch):
     record = tmp_path / "out" / "heartbeat" / "rank_7"
     record.parent.mkdir(parents=True)
     record.write_text("of a run that has ended")
-    run = set_up(f"data.val_files={tmp_path}/val.jsonl", "trainer.max_checkpoints=5")
+    bound = []
+    monkeypatch.setattr(setup, "bind_cpus", lambda *values: bound.append(values))
+    times = ["trainer.timeout_minutes=3", "trainer.save_minutes=2", "trainer.save_freq=7"]
+    run = set_up(f"data.val_files={tmp_path}/val.jsonl", "trainer.max_checkpoints=5", *times)
     assert not record.exists()
+    assert bound == [(run.named_config, run.device)]
+    assert run.heartbeat.limit == 3 * 60
+    assert dist.group.WORLD._get_backend(run.device).options._timeout.total_seconds() == 3 * 60
+    assert (run.agreement.save_freq, run.agreement.save_seconds) == (7, 2 * 60)
     assert (len(run.train), len(run.val)) == (9, 1)
     assert (run.steps_per_epoch, run.total_steps) == (2, 6)
     assert (run.rank, run.world_size, run.resume_from) == (0, 1, None)
     assert run.base_name == str(tmp_path / "model")
     assert [*run.memory_plan.roles] == [None]
+    assert run.heartbeat.explain_out_of_memory == run.memory_plan.explain
     assert run.checkpointer.directory == tmp_path / "out" / "checkpoints"
     assert run.checkpointer.max_checkpoints == 5
     progress = run.progress
@@ -107,6 +124,29 @@ def test_a_run_knows_its_data_steps_and_identity(set_up, tmp_path, capsys):
     assert progress.identity["the model"] == "qwen3 of 3 layers of 32"
     longest = int(run.val.lengths.max())
     assert f"warning: a row has {longest} tokens, more than the model's" in capsys.readouterr().out
+
+
+def test_a_run_knows_its_settings_and_those_of_its_teacher(settings, tmp_path):
+    model = tmp_path / "model"
+    make_tokenizer().save_pretrained(model)
+    change_description(model, num_nextn_predict_layers=1)
+    pairs = [*settings, *CHANGED, f"data.val_files={tmp_path}/val.jsonl", "data.max_length=1000"]
+    pairs.append(f"distill.teacher={model}")
+    made = set_up_in_fork(train_sft.set_up, "sft.yaml", pairs, tmp_path / "log")
+    check_changed_settings(made, model, OPTIONS)
+    assert made["rows"] == {"data.train_files": 9, "data.val_files": 1}
+    assert made["stages"] == ["teacher_compute", "train_batch", "validate"]
+    assert made["roles"] == [None, "teacher"]
+
+
+def test_without_validation_only_training_computes(settings, tmp_path):
+    made = set_up_in_fork(train_sft.set_up, "sft.yaml", settings, tmp_path / "log")
+    assert made["stages"] == ["train_batch"]
+
+
+def test_a_setting_of_a_teacher_needs_one(settings):
+    with pytest.raises(InputError, match="distill.top_k=3 does nothing without distill.teacher"):
+        train_sft.set_up(load("sft.yaml", [*settings, "distill.top_k=3"]))
 
 
 def test_a_token_that_only_a_validation_row_has_is_checked(set_up, tmp_path):
@@ -158,6 +198,21 @@ def test_names_that_only_wandb_reads_need_it(script):
     setup.check_names(load(f"{script}.yaml", needed))
 
 
-def test_a_run_checks_the_names(settings):
-    with pytest.raises(InputError, match="trainer.project_name=first has no effect"):
-        train_sft.set_up(load("sft.yaml", [*settings, "trainer.project_name=first"]))
+BEFORE_MODELS = {
+    "names": ("trainer.project_name=first", "trainer.project_name=first has no effect"),
+    "validation": (
+        "trainer.test_freq=4",
+        "trainer.test_freq=4 does nothing without data.val_files",
+    ),
+    "order": ("data.sampler_kwargs.x=1", "data.sampler_kwargs.x does nothing without data.sampler"),
+    "assumptions": ("assume.num_gpus=8", "assume.num_gpus=8 does nothing without dry_run"),
+    "loggers": ("trainer.logger=[wandb]", "wandb, which is not installed"),
+}
+
+
+@pytest.mark.parametrize("what", BEFORE_MODELS)
+def test_a_run_checks_its_settings(settings, monkeypatch, what):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    setting, message = BEFORE_MODELS[what]
+    with pytest.raises(InputError, match=message):
+        Run.begin(load("sft.yaml", [*settings, setting]))

@@ -5,15 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
 import train_sft
-from config import InputError
 from data.batching.batch import Batch, make_cu_seqlens
 from data.batching.order import global_batch
 from data.batching.plan import Plan
 from job.order import make_order
 from tests.job.test_run import make_run
+from tests.support import loops
 
 SECONDS_PER_LOOK = 2.0  # by which the clock advances whenever it is read
 NUM_RANKS = 4
@@ -119,6 +118,28 @@ def finished(own_signals, one_rank, tmp_path, monkeypatch):
     return run, engine
 
 
+class Trainer(loops.Trainer):
+    """The engine of the checks that all loops of fine-tuning share."""
+
+    def image_flops(self, batch):
+        return [0.0] * len(batch)
+
+    def plan(self, lengths, image_flops):
+        return SimpleNamespace(sequences=range(len(lengths)), micro_batches=None, metrics={})
+
+    def train_batch(self, share, loss_fn, step, micro_batches):
+        return super().train_batch(share, step)
+
+
+@pytest.fixture
+def loop(own_signals, one_rank, tmp_path, monkeypatch) -> loops.Loop:
+    progress = train_sft.SftProgress(identity={})
+    loop = loops.make_loop(train_sft, "sft.yaml", progress, tmp_path, monkeypatch)
+    loop.trainer = Trainer()
+    monkeypatch.setattr(train_sft, "validate", loops.Trainer.validate)
+    return loop
+
+
 def test_each_step_trains_on_its_rows_in_the_order_of_the_plan(finished):
     run, engine = finished
     for step, (number, ids, micro_batches) in enumerate(engine.steps):
@@ -149,14 +170,6 @@ def test_metrics_of_a_step_are_those_of_the_whole_batch(finished):
         assert {"timing/data", "timing/train_batch", "perf/memory_peak_gib"} < line.keys()
 
 
-def test_skipped_steps_end_the_run(finished):
-    run, engine = finished
-    run.progress = train_sft.SftProgress(identity={})
-    run.config = OmegaConf.merge(run.config, {"trainer": {"max_skipped_steps": 0}})
-    with pytest.raises(InputError, match="not finite in 1 of 1 updates"):
-        train_sft.train(run, engine)
-
-
 def test_a_checkpoint_is_saved_when_it_is_due_with_the_progress_after_the_step(finished):
     run, engine = finished
     ((step, saved_engine, progress, tokenizer),) = run.checkpointer.saved
@@ -170,6 +183,36 @@ def test_stages_are_reported_with_their_step(finished):
     stages = [("data", 1), ("train_batch", 1), ("data", 2), ("train_batch", 2), ("save", 2)]
     stages += [("data", 3), ("train_batch", 3), ("validate", 3)]
     assert run.heartbeat.entered == [("validate", None), *stages]
+
+
+def test_each_stage_has_its_engine(loop):
+    stages = {"data": False, "train_batch": True, "validate": True, "save": False}
+    loops.check_each_stage_has_its_engine(loop, stages)
+
+
+def test_it_validates_before_training_and_as_often_as_it_should(loop):
+    loops.check_validations(loop)
+
+
+@pytest.mark.parametrize("begins_anew", [True, False])
+def test_validation_before_training_is_for_new_runs_that_want_it(loop, begins_anew):
+    loops.check_validation_before_training_is_for_new_runs(loop, begins_anew)
+
+
+def test_a_step_is_logged_before_it_is_saved(loop):
+    loops.check_a_step_is_logged_before_it_is_saved(loop)
+
+
+def test_a_signal_ends_the_loop_with_a_checkpoint(loop):
+    loops.check_a_signal_ends_the_loop_with_a_checkpoint(loop)
+
+
+def test_skipped_steps_end_the_run(loop):
+    loops.check_skipped_steps_end_the_run(loop)
+
+
+def test_a_run_that_skips_all_steps_is_an_error(loop):
+    loops.check_a_run_that_skips_all_steps_is_an_error(loop)
 
 
 def test_validation_covers_every_row_before_and_after_training(finished):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from engines.parallel.device import free_port
 from job import signals
 from tests.support.launch import LIMIT, ROOT, environment, heed_signals
+from tests.support.ranks import on_ranks
 
 CPU = torch.device("cpu")
 WAIT_FOR_SIGNALS = """
@@ -92,6 +93,78 @@ def test_a_signal_saves_and_stops_after_the_step(one_rank, capfd):
     assert saves(agreement, 2)
     assert agreement.stop
     assert "SIGUSR1: a checkpoint will be saved after this step" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "second, seconds_later, stops",
+    [
+        (signal.SIGINT, 1.9, False),
+        (signal.SIGINT, 2.1, True),
+        (signal.SIGTERM, 60, False),
+    ],
+)
+def test_a_ctrl_c_counts_once_and_a_second_signal_of_another_kind_waits(
+    one_rank, clock, monkeypatch, capfd, second, seconds_later, stops
+):
+    """Ranks receive a Ctrl-C twice: from the terminal, and from torchrun."""
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(signals.os, "_exit", leave)
+    agreement = signals.Agreement(save_freq=-1, save_minutes=0)
+    agreement.begin(total_steps=7)
+    signal.raise_signal(signal.SIGINT)
+    clock.now = seconds_later
+    if stops:
+        with pytest.raises(SystemExit, match=str(128 + second)):
+            signal.raise_signal(second)
+    else:
+        signal.raise_signal(second)
+    printed = capfd.readouterr().err
+    assert printed.count("a checkpoint will be saved after this step") == 1
+    assert printed.count("stopped at once") == int(stops)
+
+
+def test_a_signal_that_is_ignored_stays_ignored(own_signals):
+    """Under nohup, a run outlives its terminal."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signals.Agreement(save_freq=-1, save_minutes=0)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+
+
+def test_only_rank_0_answers_a_signal(one_rank, monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "1")
+    agreement = signals.Agreement(save_freq=-1, save_minutes=0)
+    agreement.begin(total_steps=7)
+    signal.raise_signal(signal.SIGUSR1)
+    assert saves(agreement, 1)
+    assert capfd.readouterr().err == ""
+
+
+def decide(rank_with_signal: int | None, rank_with_late_clock: int | None) -> tuple[bool, bool]:
+    """Send one rank a signal, or let a minute pass on one rank only; return (stop, save)."""
+    agreement = signals.Agreement(save_freq=-1, save_minutes=1)
+    agreement.begin(total_steps=7)
+    if dist.get_rank() == rank_with_signal:
+        signal.raise_signal(signal.SIGUSR1)
+    if dist.get_rank() == rank_with_late_clock:
+        agreement.saved_at -= 60
+    agreement.update(1, CPU)
+    return agreement.stop, agreement.save
+
+
+@pytest.mark.parametrize(
+    "rank_with_signal, rank_with_late_clock, decision",
+    [(1, None, (True, True)), (None, 0, (False, True)), (None, 1, (False, False))],
+)
+def test_all_ranks_decide_alike(
+    own_signals, tmp_path, rank_with_signal, rank_with_late_clock, decision
+):
+    """Any rank can receive a signal; time is that of rank 0."""
+    decisions = on_ranks(2, tmp_path, decide, rank_with_signal, rank_with_late_clock)
+    assert decisions == [decision, decision]
 
 
 @pytest.mark.parametrize(

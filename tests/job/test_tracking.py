@@ -187,6 +187,34 @@ def test_a_wandb_run_continues_under_its_id(tmp_path):
     assert tracking.run_id(tmp_path) == first
 
 
+def test_wandb_hears_of_the_run_without_its_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "a secret of mine")
+    begun = []
+    ended = []
+    monkeypatch.setattr("wandb.init", lambda **options: begun.append(options))
+    monkeypatch.setattr("wandb.log", lambda values, **_: ended.append([*values]))
+    monkeypatch.setattr("wandb.finish", lambda: ended.append("finish"))
+    settings = ["trainer.logger=[wandb]", "trainer.project_name=mine"]
+    settings.append("trainer.experiment_name=first")
+    config = configure(tmp_path, *settings, "data.prompt_key=${oc.env:MY_API_KEY}")
+    tracker = tracking.Tracker(config, 0, 0, 1)
+    (options,) = begun
+    assert options["id"] == tracking.run_id(tmp_path)
+    assert options["resume"] == "allow"
+    assert (options["project"], options["name"]) == ("mine", "first")
+    assert options["config"]["output_dir"] == str(tmp_path)
+    assert "a secret of mine" not in str(options["config"])
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.close()
+    assert ended == [["train/loss"], ["report"], "finish"]
+
+
+def test_equal_rewards_are_named_once_until_they_differ(tmp_path, capsys):
+    equal = [[1.0, 1.0]] * tracking.CONSTANT_STEPS
+    track(tmp_path, [*equal, [0.0, 1.0], *equal[1:], [0.0, 1.0]])
+    assert capsys.readouterr().out.count("warning: all rewards of the last 5 steps") == 1
+
+
 def test_a_wandb_id_on_a_full_disk_is_one_line_and_leaves_no_empty_id(tmp_path):
     (tmp_path / "wandb_id.tmp").symlink_to("/dev/full")
     with pytest.raises(InputError, match=rf"the disk is full: {tmp_path}/wandb_id needs 16 bytes"):

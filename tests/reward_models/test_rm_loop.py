@@ -1,15 +1,11 @@
-"""The loop of train_rm.py."""
+"""The loop of train_rm.py, and its main()."""
 
 import pytest
 
 import train_rm
-from tests.support.loops import (
-    Loop,
-    check_metrics,
-    check_skipped_steps_end_the_run,
-    check_stages,
-    make_loop,
-)
+from engines.heads import Head
+from tests.support import loops
+from tests.support.loops import Loop, make_loop
 
 
 @pytest.fixture
@@ -20,12 +16,67 @@ def loop(own_signals, process_group, tmp_path, monkeypatch) -> Loop:
 
 def test_metrics_of_a_step_are_those_of_the_whole_batch(loop):
     """The head computes one score for each of the four conversations."""
-    check_metrics(loop, num_predicted_of=lambda num_tokens: 4)
+    loops.check_metrics(loop, num_predicted_of=lambda num_tokens: 4)
 
 
 def test_stages_are_reported_with_their_step(loop):
-    check_stages(loop, ["data", "train_batch"])
+    loops.check_stages(loop, ["data", "train_batch"])
+
+
+def test_each_stage_has_its_engine(loop):
+    stages = {"data": False, "train_batch": True, "validate": True, "save": False}
+    loops.check_each_stage_has_its_engine(loop, stages)
+
+
+def test_it_validates_before_training_and_as_often_as_it_should(loop):
+    loops.check_validations(loop)
+
+
+@pytest.mark.parametrize("begins_anew", [True, False])
+def test_validation_before_training_is_for_new_runs_that_want_it(loop, begins_anew):
+    loops.check_validation_before_training_is_for_new_runs(loop, begins_anew)
+
+
+def test_a_step_is_logged_before_it_is_saved(loop):
+    loops.check_a_step_is_logged_before_it_is_saved(loop)
+
+
+def test_a_signal_ends_the_loop_with_a_checkpoint(loop):
+    loops.check_a_signal_ends_the_loop_with_a_checkpoint(loop)
 
 
 def test_skipped_steps_end_the_run(loop):
-    check_skipped_steps_end_the_run(loop)
+    loops.check_skipped_steps_end_the_run(loop)
+
+
+def test_a_run_that_skips_all_steps_is_an_error(loop):
+    loops.check_a_run_that_skips_all_steps_is_an_error(loop)
+
+
+@pytest.mark.parametrize("last_step", [3, 2])
+def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
+    loop, monkeypatch, capsys, last_step
+):
+    """Of four ranks, two share each row. A run that is stopped exports nothing."""
+    run = loop.run
+    run.val = loops.Dataset(loops.NUM_VAL_ROWS)
+    searched = []
+
+    def build(calls):
+        def build_engine(*values, **options):
+            calls.append(("build", *values, options))
+            return loop.trainer
+
+        monkeypatch.setattr("engines.build.engine_class", lambda name: build_engine)
+
+    def choose_padding(*values):
+        searched.append(values)
+        return 6
+
+    monkeypatch.setattr("reward_models.settings.check_settings", lambda config: "the loss")
+    monkeypatch.setattr("reward_models.settings.choose_padding", choose_padding)
+    built = loops.check_main(loop, monkeypatch, last_step, build)
+    assert built == [run.config, run.device, 3, {"head": Head.VALUES}]
+    assert searched == [(run.config, "tokenizer", [run.train, run.val])]
+    assert loop.trainer.padding_id == 6
+    loops.check_first_line(capsys, last_step)

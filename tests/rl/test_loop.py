@@ -116,6 +116,7 @@ class Roles:
         return {"perf/memory": 3.0}
 
     def save(self, checkpointer, step, progress):
+        self.calls.append(("save", checkpointer, step))
         self.saved.append(progress)
 
 
@@ -126,8 +127,11 @@ def finished(tmp_path, monkeypatch):
     return finish(tmp_path, monkeypatch, samples)
 
 
-def finish(tmp_path, monkeypatch, samples, *more):
-    """Take the two steps of a run; return it with its roles."""
+def finish(tmp_path, monkeypatch, samples, *more, before=lambda run: None):
+    """Take the two steps of a run; return it with its roles.
+
+    before: changes the run before its loop
+    """
     pairs = ["model.path=m", "data.train_files=t", f"output_dir={tmp_path}"]
     pairs += ["data.val_files=v", "trainer.val_before_train=true", "reward.function=my.py:letters"]
     config = load("ppo.yaml", [*pairs, "algorithm.ppo_epochs=2", "trainer.rollout_freq=-1", *more])
@@ -150,17 +154,23 @@ def finish(tmp_path, monkeypatch, samples, *more):
     run.profiler = Profiler()
     run.progress = train_ppo.PpoProgress(identity={}, kl_coef=0.5)
     run.resume_from = None
-    run.checkpointer = None
+    run.checkpointer = "checkpointer"
+    roles = Roles(run.profiler, samples)
+
+    def log(step, line):
+        roles.calls.append(("log", step))
+        run.tracker.lines.append({"step": step, **line})
+
     gc.freeze()  # start() collects garbage, which would take seconds among the suite's objects
     run.start("1 prompt")
     run.tracker = SimpleNamespace(
         lines=[],
         reported=[],
-        log=lambda step, line: run.tracker.lines.append({"step": step, **line}),
+        log=log,
         log_samples=lambda step, examples: None,
         report_failures=lambda step, samples: run.tracker.reported.append(step),
     )
-    roles = Roles(run.profiler, samples)
+    before(run)
     clock = iter(range(1000))
     now = SimpleNamespace(perf_counter=lambda: SECONDS_PER_LOOK * next(clock))
     monkeypatch.setattr(train_ppo, "time", now)
@@ -226,13 +236,72 @@ def test_an_adaptive_penalty_counts_episodes_and_not_their_branches(tmp_path, mo
 
 
 def test_the_stages_of_a_step_are_called_in_order_with_its_number(finished):
+    """A step is logged before it is saved: a killed run then has the metrics of its steps."""
     _, roles = finished
-    expected = [("validate", 0)]
+    expected = [("validate", 0), ("log", 0)]
     for step in (0, 1):
         expected += ["wake", ("collect", 2 * step, step + 1), "sleep", "score", "divide"]
         expected += [("log_probs", step), "values", ("advantages", 0.5)]
         expected += [("critic", step), ("actor", step)]
-    assert roles.calls == [*expected, ("validate", 2)]
+        expected += [("log", 1)] if step == 0 else [("validate", 2), ("log", 2)]
+    assert roles.calls == [*expected, ("save", "checkpointer", 2)]
+
+
+def resume(run):
+    run.progress.step = 1
+
+
+def forget_validation_rows(run):
+    run.val = None
+
+
+@pytest.mark.parametrize(
+    "settings, before, steps",
+    [
+        ([], resume, [2]),
+        (["trainer.val_before_train=false"], lambda run: None, [2]),
+        (["trainer.test_freq=1"], lambda run: None, [0, 1, 2]),
+        ([], forget_validation_rows, []),
+    ],
+)
+def test_it_validates_a_new_run_before_training_and_as_often_as_it_should(
+    tmp_path, monkeypatch, settings, before, steps
+):
+    samples = make_samples([1, 2], [1, 0], [0, 0])
+    _, roles = finish(tmp_path, monkeypatch, samples, *settings, before=before)
+    assert [call for call in roles.calls if call[0] == "validate"] == [
+        ("validate", step) for step in steps
+    ]
+
+
+def test_a_signal_ends_the_loop_with_a_checkpoint(tmp_path, monkeypatch):
+    """It arrives in the first step, after which the run does not validate."""
+
+    def stop(run):
+        def update(step, device):
+            run.agreement.stop = run.agreement.save = True
+
+        run.agreement.update = update
+
+    samples = make_samples([1, 2], [1, 0], [0, 0])
+    settings = ["trainer.val_before_train=false", "trainer.test_freq=1"]
+    _, roles = finish(tmp_path, monkeypatch, samples, *settings, before=stop)
+    assert roles.calls[-2:] == [("log", 1), ("save", "checkpointer", 1)]
+    assert "validate" not in [call[0] for call in roles.calls]
+
+
+@pytest.mark.parametrize("rollout_freq, files", [(1, [1, 2]), (2, [2]), (-1, [])])
+def test_responses_are_written_as_often_as_they_should(tmp_path, monkeypatch, rollout_freq, files):
+    written = []
+    monkeypatch.setattr("rollout.records.write_samples", lambda *values: written.append(values))
+    monkeypatch.setattr(Roles, "host_group", "group")
+    samples = make_samples([1, 2], [1, 0], [0, 0])
+    monkeypatch.setattr("rollout.records.examples", lambda *values: [])
+    finish(tmp_path, monkeypatch, samples, f"trainer.rollout_freq={rollout_freq}")
+    validated = [] if rollout_freq < 0 else [("validation", 0), ("validation", 2)]
+    paths = {*validated, *(("rollouts", step) for step in files)}
+    assert {(file.parent.name, int(file.stem[5:])) for _, file, _ in written} == paths
+    assert {(id(of), group) for of, _, group in written} <= {(id(samples), "group")}
 
 
 def test_a_step_logs_the_metrics_of_all_its_stages(finished):
@@ -265,6 +334,7 @@ def test_a_resumed_run_continues_with_the_checkpoints_counters(
     run, roles = finished
     settings = {"kl_ctrl": {"type": kind, "kl_coef": 0.25}}
     run.config = OmegaConf.merge(run.config, {"algorithm": settings})
+    run.named_config = OmegaConf.merge(run.config, {"model": {"path": "a name on the hub"}})
     run.resume_from = tmp_path / "step_1"
     run.checkpointer = "checkpointer"
     run.tokenizer = "tokenizer"
@@ -292,7 +362,8 @@ def test_a_resumed_run_continues_with_the_checkpoints_counters(
 
     train_ppo.main(run.config)
 
-    exports = [("export", tmp_path / "hf", run.base_name)] if step == 2 else []
+    export = ("export", tmp_path / "hf", "a name on the hub")
+    exports = [export] if step == 2 else []
     assert calls == [
         ("load", "checkpointer", tmp_path / "step_1"),
         "start_rollout",

@@ -365,7 +365,10 @@ def test_scores_in_this_process_are_those_of_transformers(
     samples = make_samples([1, 2], [0.0, 1.0], [0, 1])
     prompts = [replace(prompt, row={"messages": [question]}) for prompt in samples.prompts]
     samples = replace(samples, prompts=prompts, texts=["2", "the number 3, I think"])
-    scored = RewardModel(config, engine, []).score(samples, None)
+    offloaded = []
+    engine.offload = lambda *parts: offloaded.append(parts)
+    scored = RewardModel(config, engine, ["parameters"]).score(samples, None)
+    assert offloaded == [("parameters",)], "it leaves the device to the engines that are trained"
     judge = Judge(path)
     longest = min(num_positions, max_tokens) - 1
     expected = []

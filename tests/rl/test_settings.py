@@ -1,9 +1,13 @@
 """Settings that contradict each other, and the models that the others ask for."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from config import CONFIGS, InputError, defaults
 from engines.context_parallel import check_batch_size
+from engines.heads import Head
+from rl import models
 from rl.models import hooked_stages, needs_old_log_probs, path_keys, role_configs
 from rl.requirements import parse, read_requirements
 from rl.settings import WHITENED, check_settings
@@ -346,9 +350,42 @@ def test_each_model_has_its_own_part_of_the_actors_settings():
     assert reference.model.mtp == defaults("model.mtp")
 
 
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("critic.path=other", "critic.path=other has a vocabulary of 9 tokens, but model.path=un"),
+        ("reference.path=other", "reference.path=other has a vocabulary of 9 tokens"),
+        ("algorithm.distill.teacher=other", "the teacher was checked"),
+        ("critic.path=same", None),
+    ],
+)
+def test_every_model_has_the_vocabulary_of_the_policy(monkeypatch, setting, message):
+    """A teacher may have more padding, which check_teachers() knows."""
+    checked = []
+
+    def check(config, world_size, head):
+        checked.append((config.model.path, world_size, head))
+        return SimpleNamespace(vocab_size=9 if config.model.path == "other" else 8)
+
+    def check_teachers(config, hf_configs):
+        if "teacher" in hf_configs:
+            raise InputError("the teacher was checked")
+
+    monkeypatch.setattr(models, "engine_class", lambda name: SimpleNamespace(check=check))
+    monkeypatch.setattr(models, "check_teachers", check_teachers)
+    config = configure(GAE, "algorithm.use_kl_loss=true", setting)
+    if message is None:
+        assert models.check_models(config, 4).vocab_size == 8
+        heads = [Head.LOG_PROBS, Head.VALUES, Head.LOG_PROBS]
+        assert checked == [(p, 4, head) for p, head in zip(("unused", "same", "unused"), heads)]
+        return
+    with pytest.raises(InputError, match=message):
+        models.check_models(config, 4)
+
+
 def test_a_model_of_its_own_is_named_by_its_key():
-    models = ["critic.path=judge", "reference.path=base", "algorithm.distill.teacher=wise"]
-    assert path_keys(configure(*models)) == {
+    own = ["critic.path=judge", "reference.path=base", "algorithm.distill.teacher=wise"]
+    assert path_keys(configure(*own)) == {
         "teacher": "algorithm.distill.teacher",
         "reward model": "reward.model.path",
         "critic": "critic.path",

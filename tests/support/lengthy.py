@@ -106,7 +106,9 @@ LENGTHY: dict[str, Iterable[str] | None] = {
     "tests/job/test_run.py::test_garbage_collections_*": None,
     "tests/job/test_run.py::test_the_last_line_says_how_a_run_ended": None,
     "tests/job/test_setup.py::test_a_reward_is_checked_with_a_row_of_each_file": None,
+    "tests/job/test_setup.py::test_a_run_knows_its_settings_*": None,
     "tests/job/test_setup.py::test_a_token_that_only_a_validation_row_has_*": None,
+    "tests/job/test_setup.py::test_without_validation_*": None,
     "tests/job/test_sft_distillation.py::test_a_step_equals_plain_autograd_in_float64": None,
     "tests/job/test_sft_distillation.py::test_a_teacher_is_checked_before_*": None,
     "tests/job/test_tracking.py::test_a_correction_that_costs_half_*": (
@@ -129,6 +131,7 @@ LENGTHY: dict[str, Iterable[str] | None] = {
         "dynamic context parallelism",
         "padded",
     ),
+    "tests/preferences/test_set_up.py::test_*": None,
     "tests/profiling/test_compare_layouts.py::test_comparing_a_small_part_*": None,
     "tests/repository/test_benchmarks.py::test_the_commands_of_a_shell_script_*": None,
     "tests/repository/test_config.py::test_a_process_ends_with_its_parent": None,
@@ -154,6 +157,7 @@ LENGTHY: dict[str, Iterable[str] | None] = {
     "tests/repository/test_reasoning.py::test_replies_in_a_batch_*": None,
     "tests/repository/test_recipes.py::test_a_picture_over_seconds_*": None,
     "tests/repository/test_recipes.py::test_results_can_be_drawn": None,
+    "tests/reward_models/test_set_up.py::test_*": None,
     "tests/rl/test_distillation.py::test_a_step_equals_plain_autograd_in_float64": (
         "1-reverse_kl-0-False-several",
     ),

@@ -1,5 +1,7 @@
 """The loops of train_dpo.py and train_rm.py, with an engine that computes nothing."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,10 +14,12 @@ from config import InputError
 from data.batching.batch import Batch, make_cu_seqlens
 from data.batching.order import global_batch
 from job.run import Run
+from profiling import Profiler
 from tests.job.test_run import STEPS_PER_EPOCH, make_run
 
 NUM_RANKS = 4
 NUM_ROWS = 6
+NUM_VAL_ROWS = 3
 ROWS_PER_STEP = 2
 FLOPS_PER_TOKEN = 1000
 PEAK = 100.0  # FLOPs per second of one device
@@ -25,8 +29,11 @@ SECONDS_PER_LOOK = 2.0  # by which the clock advances whenever it is read
 class Dataset:
     """Rows of two sequences: of 2 and 3 tokens, of 3 and 4 tokens, and so on."""
 
+    def __init__(self, num_rows: int = NUM_ROWS):
+        self.num_rows = num_rows
+
     def __len__(self) -> int:
-        return NUM_ROWS
+        return self.num_rows
 
     def batch(self, rows) -> Batch:
         lengths = torch.tensor([2 + row + number for row in rows for number in (0, 1)])
@@ -38,16 +45,38 @@ class Dataset:
 
 
 class Trainer:
-    """An engine, and what trains with it."""
+    """An engine, and what trains with it.
+
+    skips: the step, from 0 -> whether its gradient is not finite
+    validated: the rows and the batch size of each validation
+    """
 
     def __init__(self):
         self.engine = self
+        self.skips = lambda step: step == 0
+        self.validated = []
 
     def train_batch(self, batch, step):
-        return {"loss": 1.0, "skipped": float(step == 0)}
+        return {"loss": 1.0, "skipped": float(self.skips(step))}
+
+    def validate(self, val, batch_size):
+        self.validated.append((val, batch_size))
+        return {"val/loss": 2.0}
 
     def flops(self, lengths, num_predicted):
         return float(FLOPS_PER_TOKEN * sum(lengths) + num_predicted)
+
+
+class RecordingProfiler(Profiler):
+    """Records the engine that computes in each stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.engines = []
+
+    def stage(self, name: str, engine=None) -> AbstractContextManager:
+        self.engines.append((name, engine))
+        return super().stage(name, engine)
 
 
 def rows_of_step(step: int):
@@ -60,6 +89,7 @@ class Loop:
 
     lines: the metrics of each step
     saved: what Checkpointer.save() received
+    written: the numbers of the steps that are logged or saved, in this order
     """
 
     script: ModuleType
@@ -67,12 +97,15 @@ class Loop:
     trainer: Trainer
     lines: list[dict] = field(default_factory=list)
     saved: list[tuple] = field(default_factory=list)
+    written: list[tuple[str, int]] = field(default_factory=list)
 
     def log(self, step: int, line: dict) -> None:
         self.lines.append({"step": step, **line})
+        self.written.append(("log", step))
 
     def save(self, *values) -> None:
         self.saved.append(values)
+        self.written.append(("save", values[0]))
 
     def train(self) -> None:
         self.script.train(self.run, self.trainer)
@@ -101,6 +134,7 @@ def make_loop(
     run.agreement.save_freq = 2
     run.agreement.begin(total_steps=10)
     run.tokenizer = "tokenizer"
+    run.profiler = RecordingProfiler()
     run.profiler.on_stage = run.heartbeat.enter
     loop = Loop(script, run, Trainer())
     run.tracker = SimpleNamespace(log=loop.log)
@@ -109,7 +143,14 @@ def make_loop(
     now = SimpleNamespace(perf_counter=lambda: SECONDS_PER_LOOK * next(clock))
     monkeypatch.setattr(script, "time", now)
     monkeypatch.setattr("engines.parallel.device.peak_flops", lambda device: PEAK)
+    # train_rm.py calls the trainer's own validate().
+    monkeypatch.setattr("preferences.validation.validate", Trainer.validate)
     return loop
+
+
+def configure(loop: Loop, **settings) -> None:
+    """Change settings in `trainer`."""
+    loop.run.config = OmegaConf.merge(loop.run.config, {"trainer": settings})
 
 
 def check_metrics(loop: Loop, num_predicted_of) -> None:
@@ -148,9 +189,138 @@ def check_stages(loop: Loop, stages: list[str]) -> None:
     assert progress["skipped"] == 1
 
 
+def check_each_stage_has_its_engine(loop: Loop, stages: dict[str, bool]) -> None:
+    """Check the engine that each stage passes to the profiler, for tools that hook its modules.
+
+    Args:
+        stages: a stage -> whether the engine computes in it.
+    """
+    loop.run.val = Dataset(NUM_VAL_ROWS)
+    loop.train()
+    engines = {
+        name: loop.trainer.engine if has_engine else None for name, has_engine in stages.items()
+    }
+    assert set(loop.run.profiler.engines) == set(engines.items())
+
+
+def check_validations(loop: Loop) -> None:
+    """Check that a run validates before it trains, every second step, and after the last one."""
+    loop.run.val = Dataset(NUM_VAL_ROWS)
+    configure(loop, test_freq=2)
+    loop.train()
+    assert [line["step"] for line in loop.lines] == [0, 1, 2, 3]
+    assert loop.trainer.validated == [(loop.run.val, ROWS_PER_STEP)] * 3
+    for line in loop.lines:
+        is_validated = line["step"] != 1
+        assert ("val/loss" in line) == is_validated
+        assert ("timing/validate" in line) == is_validated
+    assert loop.lines[0].keys() == {"step", "val/loss", "timing/validate"}
+
+
+def check_validation_before_training_is_for_new_runs(loop: Loop, begins_anew: bool) -> None:
+    """Check that nothing is validated first if a run resumes or trainer.val_before_train=false."""
+    loop.run.val = Dataset(NUM_VAL_ROWS)
+    if begins_anew:
+        configure(loop, val_before_train=False)
+    else:
+        loop.run.progress.step = 1
+    first_step = loop.run.progress.step + 1
+    loop.train()
+    assert [line["step"] for line in loop.lines] == [*range(first_step, 4)]
+    assert len(loop.trainer.validated) == 1, "after the last step"
+
+
+def check_a_step_is_logged_before_it_is_saved(loop: Loop) -> None:
+    """Check that a run that is killed after a checkpoint has the metrics of its steps."""
+    loop.train()
+    assert loop.written == [("log", 1), ("log", 2), ("save", 2), ("log", 3)]
+
+
+def check_a_signal_ends_the_loop_with_a_checkpoint(loop: Loop) -> None:
+    """Check that a run that receives a signal in its first step saves, and does not validate."""
+    loop.run.val = Dataset(NUM_VAL_ROWS)
+    configure(loop, val_before_train=False, test_freq=1)
+    loop.run.agreement.received_at = 0.0
+    loop.train()
+    assert loop.written == [("log", 1), ("save", 1)]
+    assert not loop.trainer.validated
+
+
 def check_skipped_steps_end_the_run(loop: Loop) -> None:
     """Check that a loop whose first update is skipped ends if none may be."""
-    loop.run.config = OmegaConf.merge(loop.run.config, {"trainer": {"max_skipped_steps": 0}})
+    configure(loop, max_skipped_steps=0)
     with pytest.raises(InputError, match="not finite in 1 of 1 updates"):
         loop.train()
     assert not loop.lines
+
+
+def check_a_run_that_skips_all_steps_is_an_error(loop: Loop) -> None:
+    """Check that a run that has learned nothing does not end as if it had."""
+    configure(loop, max_skipped_steps=10)
+    loop.trainer.skips = lambda step: True
+    with pytest.raises(InputError, match="not finite in 3 of 3 updates"):
+        loop.train()
+
+
+def check_first_line(capsys: pytest.CaptureFixture, step: int) -> None:
+    """Check the first line of the log of check_main()."""
+    (first_line,) = [line for line in capsys.readouterr().out.splitlines() if "resuming" in line]
+    assert first_line.startswith(f"resuming from step_7: step {step} of 3 (5 per epoch), ")
+    assert first_line.endswith(f"{NUM_ROWS} rows, 2 data-parallel ranks on cpu")
+
+
+def check_main(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, last_step: int, build: Callable
+) -> list:
+    """Call a script's main() as a run that resumes, and return the arguments of what it builds.
+
+    Check the counters of the run, the order of the steps at its end, and that it exports its model
+    only if its last step is done.
+
+    Args:
+        last_step: the step of the checkpoint, and of the run's end.
+        build: lets the script build the loop's engine, and records the arguments: calls -> None.
+    """
+    run = loop.run
+    calls = []
+    run.resume_from = "step_7"
+    engine = loop.trainer.engine
+    engine.dp_size = 2
+    saved = {"step": last_step, "skipped": 2}
+
+    def record(name: str, result=None) -> Callable:
+        return lambda *values, **_: calls.append((name, *values)) or result
+
+    run.named_config = OmegaConf.merge(run.config, {"model": {"path": "a name on the hub"}})
+    run.checkpointer = SimpleNamespace(load=record("load", saved), wait=record("wait"))
+    run.heartbeat.close = record("heartbeat.close")
+    run.profiler.close = record("profiler.close")
+    run.tracker = None
+    build(calls)
+    monkeypatch.setattr(loop.script, "set_up", lambda config, loss: run)
+    monkeypatch.setattr(loop.script, "train", record("train"))
+    monkeypatch.setattr(Run, "close", record("run.close"))
+    monkeypatch.setattr("engines.checkpoint.export.export_hf", record("export"))
+    monkeypatch.setattr("engines.parallel.device.shutdown", record("shutdown"))
+
+    loop.script.main(run.config)
+
+    export = ("export", engine, "tokenizer", run.output_dir / "hf", "a name on the hub")
+    exports = [export] if last_step == 3 else []
+    (name, *built), *calls = calls
+    assert name == "build"
+    (trained,) = [call for call in calls if call[0] == "train"]
+    assert calls == [
+        ("load", "step_7", engine),
+        trained,
+        ("heartbeat.close",),
+        ("profiler.close",),
+        ("wait",),
+        *exports,
+        ("run.close", run),
+        ("shutdown",),
+    ]
+    assert trained[1] is run
+    assert trained[2].engine is engine
+    assert (run.progress.step, run.progress.skipped) == (last_step, 2)
+    return built

@@ -5,13 +5,17 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from omegaconf import DictConfig
 
-from config import load
+from config import InputError, load
+from engines.checkpoint.checkpointer import Checkpointer
+from engines.model.model_files import fingerprint
+from engines.parallel import device
+from job.run import Run
 
 SECONDS = 300  # for a run of one step, on a busy machine
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -65,6 +69,104 @@ def print_roles(script: ModuleType) -> None:
     script.set_up = set_up_and_print
 
 
+def set_up_in_fork(
+    set_up: Callable[[DictConfig], Run], defaults: str, arguments: list[str], log: Path
+) -> dict:
+    """Set a run up in a fork of the test, and return what it has made; or {"error": a mistake}.
+
+    What it prints is in "log".
+
+    Args:
+        set_up: calls the script's set_up().
+        defaults, arguments, log: as in run_in_fork().
+    """
+    result = log.with_suffix(".json")
+
+    def write_result(config: DictConfig) -> None:
+        try:
+            made = describe_set_up(set_up, config)
+        except InputError as error:
+            made = {"error": str(error)}
+        result.write_text(json.dumps(made))
+        device.shutdown()
+
+    printed = run_in_fork(write_result, defaults, [*arguments, "dry_run=true"], log)
+    return {"log": printed, **json.loads(result.read_text())}
+
+
+def describe_set_up(set_up: Callable[[DictConfig], Run], config: DictConfig) -> dict:
+    start_profiler = Run.start_profiler
+    find = Checkpointer.find
+    stages = []
+    sought = []
+
+    def record_stages(run: Run, model_stages: list[str]) -> None:
+        stages.extend(model_stages)
+        start_profiler(run, model_stages)
+
+    def record_find(checkpointer: Checkpointer, *values) -> Path | None:
+        sought.extend(values)
+        return find(checkpointer, *values)
+
+    Run.start_profiler = record_stages
+    Checkpointer.find = record_find
+    run = set_up(config)
+    return {
+        "progress": run.progress.to_json(),
+        "stages": stages,
+        "rows": {key: len(dataset) for key, dataset in run.datasets().items()},
+        "first batch": run.order.rows_of_batch(0).tolist(),
+        "roles": [*run.memory_plan.roles],
+        "steps": [run.steps_per_epoch, run.total_steps],
+        "checkpoints": [run.checkpointer.directory.name, run.checkpointer.max_checkpoints],
+        "async_save": run.checkpointer.asynchronous,
+        "sought": sought,
+    }
+
+
+# Settings that every script's progress and checkpoints follow.
+CHANGED = [
+    "model.lora.rank=4",
+    "model.lora.dtype=float32",
+    "engine.compute_dtype=bfloat16",
+    "data.shuffle=false",
+    "trainer.seed=5",
+    "trainer.max_checkpoints=5",
+    "trainer.async_save=true",
+]
+
+
+def check_changed_settings(made: dict, model: Path, options: Sequence[str]) -> dict:
+    """Check what a script has made of CHANGED, and return the settings that identify the run.
+
+    Args:
+        model: the directory of the model.
+        options: the keys of `data` on which the tokens of a row depend.
+    """
+    progress = made["progress"]
+    assert progress["export_dtype"] == "bfloat16"
+    lora = progress["lora"]
+    assert (lora["rank"], lora["dtype"]) == (4, "float32")
+    assert lora["base"] == lora["base_name"] == str(model)
+    keys = [*options, "train_files", "chat_template", "val_size", "train_max_samples"]
+    assert progress["tokenization"].keys() == {f"data.{key}" for key in keys}
+    assert made["checkpoints"] == ["checkpoints", 5]
+    assert made["async_save"] is True
+    assert made["sought"] == ["auto", True], "a dry run renames no damaged checkpoint"
+    identity = progress["run"]
+    assert identity["model.lora"].startswith("rank 4, ")
+    assert identity["frozen weights"] == fingerprint(model)
+    assert identity["data.shuffle"] is False
+    assert identity["trainer.seed"] == 5
+    num_rows = made["rows"]["data.train_files"]
+    batch_size = identity["data.train_batch_size"]
+    assert made["first batch"] == [*range(batch_size)]
+    assert made["steps"][0] == num_rows // batch_size
+    assert "the model is built without its 1 MTP layer" in made["log"]
+    assert f"never uses the last {num_rows % batch_size} of {num_rows} rows" in made["log"]
+    return identity
+
+
 def check_first_checkpoint(out: Path, batch_size: int) -> dict:
     """Check what the checkpoint of any script's first step names, and return all of it."""
     saved = json.loads((out / "checkpoints" / "step_00000001" / "trainer.json").read_text())
@@ -79,7 +181,11 @@ def check_first_checkpoint(out: Path, batch_size: int) -> dict:
 
 def limit_positions(model: Path, num_positions: int) -> None:
     """Let a model's config.json say that its sequences are at most this long."""
+    change_description(model, max_position_embeddings=num_positions)
+
+
+def change_description(model: Path, **values) -> None:
+    """Change values in a model's config.json."""
     file = model / "config.json"
     config = json.loads(file.read_text())
-    config["max_position_embeddings"] = num_positions
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(config | values))

@@ -1,0 +1,68 @@
+"""What train_rm.py sets up before its model, on one rank."""
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+import train_rm
+from data.reward_dataset import OPTIONS
+from job.run import Run
+from reward_models.settings import ROLE, check_settings
+from tests.reward_models.assets import NUM_ROWS, arguments, make_reward_assets
+from tests.support.scripts import (
+    CHANGED,
+    change_description,
+    check_changed_settings,
+    set_up_in_fork,
+)
+
+
+def set_up(config: DictConfig) -> Run:
+    return train_rm.set_up(config, check_settings(config))
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory) -> Path:
+    """Pairs for training; scored answers and a long pair for validation."""
+    directory = tmp_path_factory.mktemp("assets")
+    make_reward_assets(directory)
+    change_description(directory / "model", max_position_embeddings=90, num_nextn_predict_layers=1)
+    row = json.loads((directory / "train.jsonl").read_text().splitlines()[0])
+    answer = [{"role": "assistant", "content": "1" * 100}]
+    (directory / "long.jsonl").write_text(json.dumps(row | {"chosen": answer}) + "\n")
+    return directory
+
+
+@pytest.fixture
+def call(assets, tmp_path):
+    """Return a function: settings -> what set_up() has made."""
+
+    def call(val: str, *settings: str) -> dict:
+        pairs = arguments(assets, tmp_path, f"data.val_files={assets}/{val}.jsonl", *settings)
+        return set_up_in_fork(set_up, "rm.yaml", pairs, tmp_path / "log")
+
+    return call
+
+
+def test_a_run_knows_its_settings(call, assets):
+    made = call("long", *CHANGED, "data.max_tokens_per_micro_batch=1000")
+    identity = check_changed_settings(made, assets / "model", OPTIONS)
+    assert identity["algorithm.loss"] == "bradley_terry"
+    assert made["progress"]["is_classifier"] is True
+    assert made["rows"] == {"data.train_files": NUM_ROWS, "data.val_files": 1}
+    assert made["stages"] == ["train_batch", "validate"]
+    assert made["roles"] == [ROLE]
+    assert "more than the model's max_position_embeddings=90" in made["log"]
+
+
+@pytest.mark.parametrize(
+    "val, message",
+    [
+        ("long", "tokens, more than data.max_tokens_per_micro_batch=128: raise it"),
+        ("scores", "44 of 44 rows of data.val_files are answers with a score"),
+    ],
+)
+def test_the_rows_of_a_validation_are_checked_too(call, val, message):
+    assert message in call(val)["error"]
