@@ -1,9 +1,8 @@
-"""The loop of train_dpo.py, and its main()."""
+"""The loop of train_dpo.py."""
 
 import pytest
 
 import train_dpo
-from preferences.trainer import PreferenceTrainer
 from tests.support import loops
 from tests.support.loops import Loop, make_loop
 
@@ -24,7 +23,7 @@ def test_stages_are_reported_with_their_step(loop):
 
 
 def test_each_stage_has_its_engine(loop):
-    """The trainer reports the stages in which it trains: see test_building.py."""
+    """The trainer reports the stages in which it trains."""
     loops.check_each_stage_has_its_engine(loop, {"data": False, "validate": True, "save": False})
 
 
@@ -51,29 +50,3 @@ def test_skipped_steps_end_the_run(loop):
 
 def test_a_run_that_skips_all_steps_is_an_error(loop):
     loops.check_a_run_that_skips_all_steps_is_an_error(loop)
-
-
-@pytest.mark.parametrize("last_step", [3, 2])
-def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
-    loop, monkeypatch, capsys, last_step
-):
-    """Of four ranks, two share each row. A run that is stopped exports nothing."""
-    run = loop.run
-    run.val = loops.Dataset(loops.NUM_VAL_ROWS)
-
-    def build(calls):
-        def build_trainer(*values):
-            calls.append(("build", *values))
-            return loop.trainer
-
-        monkeypatch.setattr(PreferenceTrainer, "build", build_trainer)
-
-    monkeypatch.setattr("preferences.settings.check_settings", lambda config: "the loss")
-    monkeypatch.setattr("job.end_tokens.new_end_ids", lambda run: [5])
-    monkeypatch.setattr("job.setup.cache_directory", lambda config: "cache")
-    built = loops.check_main(loop, monkeypatch, last_step, build)
-    datasets = [run.train, run.val]
-    assert built == [run.config, "the loss", run.device, 3, datasets, "cache"]
-    assert loop.trainer.new_end_ids == [5]
-    assert loop.trainer.stage == run.profiler.stage
-    loops.check_first_line(capsys, last_step)

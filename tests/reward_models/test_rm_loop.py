@@ -1,9 +1,8 @@
-"""The loop of train_rm.py, and its main()."""
+"""The loop of train_rm.py."""
 
 import pytest
 
 import train_rm
-from engines.heads import Head
 from tests.support import loops
 from tests.support.loops import Loop, make_loop
 
@@ -51,32 +50,3 @@ def test_skipped_steps_end_the_run(loop):
 
 def test_a_run_that_skips_all_steps_is_an_error(loop):
     loops.check_a_run_that_skips_all_steps_is_an_error(loop)
-
-
-@pytest.mark.parametrize("last_step", [3, 2])
-def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
-    loop, monkeypatch, capsys, last_step
-):
-    """Of four ranks, two share each row. A run that is stopped exports nothing."""
-    run = loop.run
-    run.val = loops.Dataset(loops.NUM_VAL_ROWS)
-    searched = []
-
-    def build(calls):
-        def build_engine(*values, **options):
-            calls.append(("build", *values, options))
-            return loop.trainer
-
-        monkeypatch.setattr("engines.build.engine_class", lambda name: build_engine)
-
-    def choose_padding(*values):
-        searched.append(values)
-        return 6
-
-    monkeypatch.setattr("reward_models.settings.check_settings", lambda config: "the loss")
-    monkeypatch.setattr("reward_models.settings.choose_padding", choose_padding)
-    built = loops.check_main(loop, monkeypatch, last_step, build)
-    assert built == [run.config, run.device, 3, {"head": Head.VALUES}]
-    assert searched == [(run.config, "tokenizer", [run.train, run.val])]
-    assert loop.trainer.padding_id == 6
-    loops.check_first_line(capsys, last_step)

@@ -13,9 +13,9 @@ from config import InputError, load
 from engines import schedule
 from engines.heads import Head
 from engines.model.routes import FIELD as ROUTES
+from profiling import Profiler
 from rl import roles as roles_module
 from rl.roles import Roles
-from tests.support.loops import RecordingProfiler
 from tests.support.samples import failure, make_samples, whole
 
 GAE = "algorithm.adv_estimator=gae"
@@ -121,8 +121,7 @@ def make_roles(monkeypatch):
 
     def make(total_steps, *settings, device="cpu"):
         config = load("ppo.yaml", ["model.path=unused", "data.train_files=unused", *settings])
-        profiler = RecordingProfiler()
-        return Roles(config, torch.device(device), "tokenizer", "grader", profiler, total_steps)
+        return Roles(config, torch.device(device), None, None, Profiler(), total_steps)
 
     return make
 
@@ -343,10 +342,7 @@ def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(make_rol
     assert calls == [((n, roles.actor, {"step": n}, "tokenizer", {}), critic) for n in (3, 4)]
     for engine in (roles.actor, roles.critic):
         engine.onload()
-    closed = []
-    roles.sampler = SimpleNamespace(close=lambda: closed.append([*roles.rollout.calls]))
     roles.close()
-    assert closed == [["sleep"]], "the sampler ends its processes before vLLM stops"
     assert roles.actor.on_device == roles.critic.on_device == set()
     assert roles.rollout.calls == ["sleep", "shutdown"]
 
@@ -388,295 +384,9 @@ def test_more_groups_than_a_step_needs_begin_only_if_they_may_wait(
     monkeypatch.setattr(roles_module, "ContinuingRollout", lambda rollout: rollout)
     partial = ["rollout.partial.enable=true", "algorithm.rollout_is=token"]
     partial += [f"rollout.partial.max_staleness={max_staleness}", "rollout.partial.oversample=1.5"]
-    partial.append("rollout.partial.on_stale=drop")
     roles = make_roles(6, *partial, "data.train_batch_size=8")
     roles.rollout = SimpleNamespace(num_replicas=2)
     sampler = roles._start_partial([0], range, step=3)
-    assert sampler.open.max_staleness == max_staleness
-    assert not sampler.open.finishes_old
     assert sampler.ledger.num_replicas == 2
     assert sampler.ledger.oversample == oversample
     assert sampler.ledger.limit == 4 * 8, "the groups of the steps that are left"
-
-
-TEACHER = ["algorithm.distill.teacher=teacher", "algorithm.adv_estimator=grpo"]
-REWARD_MODEL = ["reward.model.path=scorer"]
-
-
-def record_calls(monkeypatch, name: str) -> list:
-    """Let something that roles.py calls only record its arguments."""
-    calls = []
-
-    def record(*values, **options):
-        calls.append(values)
-        return SimpleNamespace(engine=values[1], close=lambda: None)
-
-    monkeypatch.setattr(roles_module, name, record)
-    return calls
-
-
-@pytest.mark.parametrize("device, offloaded", [("cpu", []), ("cuda", ["parameters"])])
-def test_frozen_models_are_built_without_an_optimizer(make_roles, monkeypatch, device, offloaded):
-    """A reward model has the head of a critic; a teacher's distributions are compared."""
-    teachers = record_calls(monkeypatch, "Teachers")
-    reward_models = record_calls(monkeypatch, "RewardModel")
-    roles = make_roles(6, *TEACHER, *REWARD_MODEL, "offload.reference=true", device=device)
-    ((config, (teacher,), actor, moved),) = teachers
-    assert (config, actor, moved) == (roles.config, roles.actor, offloaded)
-    assert teacher.config.model.path == "teacher"
-    assert not teacher.options["optimize"]
-    assert teacher.options["head"] == Head.LOG_PROBS
-    ((config, scorer, moved),) = reward_models
-    assert (config, moved) == (roles.config, offloaded)
-    assert scorer.config.model.path == "scorer"
-    assert not scorer.options["optimize"]
-    assert scorer.options["head"] == Head.VALUES
-    for engine in (teacher, scorer):
-        assert engine.total_steps == 6
-        assert ("parameters" in engine.on_device) == (device == "cpu")
-
-
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_vllm_shares_its_frozen_weights_if_it_can(make_roles, monkeypatch, is_shared):
-    """Then it is built before the engines."""
-    rollout = SimpleNamespace(shared_weights="frozen weights")
-    monkeypatch.setattr(roles_module.adapters, "shares_base", lambda config, size: is_shared)
-    monkeypatch.setattr(roles_module, "Rollout", lambda config, device: rollout)
-    monkeypatch.setattr(roles_module, "Sampler", lambda *values: values)
-    roles = make_roles(6)
-    assert roles.actor.options["shared_weights"] == ("frozen weights" if is_shared else None)
-    assert roles.rollout is (rollout if is_shared else None)
-    roles.start_rollout()
-    assert roles.rollout is rollout
-
-
-def test_the_sampler_gets_the_settings_of_the_rewards(make_roles, monkeypatch):
-    """Before vLLM starts, the engines leave the device: a checkpoint may have been loaded."""
-    samplers = record_calls(monkeypatch, "Sampler")
-    settings = ["reward.max_failure_rate=0.25", "reward.skip_special_tokens=false"]
-    roles = make_roles(6, GAE, *settings, device="cuda")
-    roles.host_group = "group"
-    for engine in (roles.actor, roles.critic):
-        engine.onload()
-    held = []
-
-    def start(config, device):
-        held.append(roles.actor.on_device | roles.critic.on_device)
-        return "vLLM"
-
-    monkeypatch.setattr(roles_module, "Rollout", start)
-    roles.start_rollout()
-    assert samplers == [("vLLM", "grader", "tokenizer", "group", 0.25, False)]
-    assert held == [set()]
-
-
-def test_episodes_have_a_sampler_of_their_own(make_roles, monkeypatch):
-    calls = []
-    start = SimpleNamespace(start=lambda *values: calls.append(values))
-    monkeypatch.setattr(roles_module, "EpisodeSampler", start)
-    monkeypatch.setattr(roles_module, "Rollout", lambda config, device: "vLLM")
-    roles = make_roles(6)
-    roles.config = OmegaConf.merge(roles.config, {"rollout": {"episode": "game.py:play"}})
-    roles.host_group = "group"
-    roles.start_rollout()
-    assert calls == [(roles.config, "vLLM", "grader", "tokenizer", "group")]
-
-
-def test_an_adapter_is_probed_on_both_sides_of_its_way_to_vllm(make_roles):
-    """The trainer computes while its weights are on the device, vLLM when it is awake."""
-    roles = make_roles(6, device="cuda")
-    roles.rollout = RecordingRollout({"actor": roles.actor})
-    roles.rollout.adapter = "adapter"
-    roles.actor.onload()
-    probed = []
-
-    def record_trainer(actor):
-        probed.append(("trainer", set(actor.on_device), [*roles.rollout.calls]))
-
-    def check_vllm(rollout):
-        probed.append(("vLLM", set(roles.actor.on_device), [*rollout.held]))
-
-    roles.probe = SimpleNamespace(record_trainer=record_trainer, check_vllm=check_vllm)
-    roles.wake()
-    assert probed == [
-        ("trainer", {"parameters"}, ["adapter"]),
-        ("vLLM", set(), ["weights", "kv_cache"]),
-    ]
-
-
-@pytest.mark.parametrize("dtype, num_checks", [("fp8", 1), ("auto", 0)])
-def test_a_kv_cache_in_fp8_is_checked_in_the_first_step(make_roles, monkeypatch, dtype, num_checks):
-    roles = make_roles(6)
-    roles.must_check_kv_cache = dtype == "fp8"
-    checks = []
-    monkeypatch.setattr(
-        roles_module.updates, "check_fp8_kv_cache", lambda *values: checks.append(values)
-    )
-    roles.host_group = "group"
-    share = make_share()
-    for step in range(2):
-        roles.compute_log_probs(share, step)
-    assert len(checks) == num_checks
-    for checked, log_probs, group in checks:
-        assert (checked, group) == (share, "group")
-        assert log_probs.tolist() == [roles.actor.number] * 2
-
-
-def test_each_stage_has_the_engine_that_computes(make_roles, monkeypatch):
-    """Tools such as msprobe hook its modules."""
-    record_calls(monkeypatch, "RewardModel")
-    roles = make_roles(6, GAE, REFERENCE, "algorithm.ppo_epochs=2", *REWARD_MODEL)
-    samples = make_samples([0], [1.0], [0])
-    roles.reward_model.score = lambda samples, group: samples
-    roles.rollout = RecordingRollout({"actor": roles.actor})
-    share = whole(samples)
-    roles._with_model_scores(samples)
-    roles.compute_log_probs(share, 1)
-    roles.compute_values(share)
-    roles.update_critic(share, 1)
-    roles.update_actor(share, 1)
-    roles.sleep()
-    assert roles.profiler.engines == [
-        ("reward_model_compute", roles.reward_model.engine),
-        ("actor_compute_log_prob", roles.actor),
-        ("ref_compute_log_prob", roles.reference),
-        ("compute_values", roles.critic),
-        ("critic_update", roles.critic),
-        ("actor_update", roles.actor),
-        ("sleep", None),
-    ]
-
-
-def test_a_resumed_run_carries_on_with_open_groups(make_roles, monkeypatch, tmp_path):
-    """A checkpoint holds what every rank has begun; the sampler gets it in the first step."""
-    monkeypatch.setattr(roles_module, "ContinuingRollout", lambda rollout: rollout)
-    monkeypatch.setattr(roles_module, "read_files", lambda path: [f"files of {path}".encode()])
-    loaded = []
-    kind = roles_module.PartialResponses
-    monkeypatch.setattr(kind, "load_state", lambda self, files: loaded.extend(files))
-    monkeypatch.setattr(kind, "state", lambda self: {"groups": b"open"})
-    roles = make_roles(6, "rollout.partial.enable=true", "algorithm.rollout_is=token")
-    roles.rollout = SimpleNamespace(num_replicas=2, awake=False)
-    saved = []
-    checkpointer = SimpleNamespace(
-        load=lambda *values, **engines: {}, save=lambda *values, **engines: saved.append(values)
-    )
-    roles.load(checkpointer, tmp_path)
-    roles.save(checkpointer, 3, {})
-    roles.partial = roles._start_partial([0], range, step=4)
-    roles.save(checkpointer, 4, {})
-    assert loaded == [f"files of {tmp_path}".encode()]
-    assert [values[-1] for values in saved] == [{}, {"groups": b"open"}]
-
-
-def test_with_filtered_groups_a_run_may_need_any_number_of_them(make_roles, monkeypatch):
-    monkeypatch.setattr(roles_module, "ContinuingRollout", lambda rollout: rollout)
-    settings = ["rollout.partial.enable=true", "algorithm.rollout_is=token"]
-    settings += ["algorithm.filter_groups.enable=true", "rollout.partial.on_stale=finish"]
-    roles = make_roles(6, *settings)
-    roles.rollout = SimpleNamespace(num_replicas=2)
-    sampler = roles._start_partial([0], range, step=3)
-    assert sampler.ledger.limit is None
-    assert sampler.open.finishes_old
-
-
-def test_a_sampler_of_open_groups_serves_all_steps(make_roles, monkeypatch):
-    """The version of the weights is the number of the steps that have trained them."""
-    monkeypatch.setattr(roles_module, "ContinuingRollout", lambda rollout: rollout)
-    collected = []
-    monkeypatch.setattr(
-        roles_module.collecting, "collect", lambda config, source: collected.append(source)
-    )
-    roles = make_roles(6, "rollout.partial.enable=true", "algorithm.rollout_is=token")
-    roles.rollout = SimpleNamespace(num_replicas=2)
-    for step in (3, 4):
-        roles.collect([0], range, 0, step)
-    first, second = collected
-    assert (first.version, second.version) == (2, 3)
-    assert first.sampler is second.sampler is roles.partial
-    assert first.profiler is roles.profiler
-    assert first.respond.args == (3,)
-    assert first.report_failures.args == (3,)
-
-
-def test_a_reward_model_scores_a_validation_while_vllm_sleeps(make_roles, monkeypatch, tmp_path):
-    record_calls(monkeypatch, "RewardModel")
-    roles = make_roles(6, *REWARD_MODEL, f"output_dir={tmp_path}")
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    roles.rollout = RecordingRollout({"actor": roles.actor})
-    draw = make_samples([2], [1.0], [0])
-    roles.sampler = SimpleNamespace(draw=lambda request, profiler: draw)
-    roles.reward_model.score = lambda samples, group: (samples, [*roles.rollout.calls])
-    assert roles.validate([0], step=7) == (draw, ["sleep"])
-
-
-def test_a_part_of_the_function_has_another_name_than_the_reward_models(make_roles, monkeypatch):
-    record_calls(monkeypatch, "RewardModel")
-    roles = make_roles(6, *REWARD_MODEL)
-    samples = make_samples([2], [1.0], [0])
-    samples.parts["model"] = samples.scores
-    with pytest.raises(InputError, match='returns a part named "model"'):
-        roles.score(samples)
-
-
-def test_shares_are_of_mini_batches_and_have_what_the_teacher_sees(make_roles, monkeypatch):
-    settings = ["algorithm.distill.teacher=teacher", "data.teacher_prompt_key=hint"]
-    record_calls(monkeypatch, "Teachers")
-    roles = make_roles(6, *settings, "data.train_batch_size=2", "algorithm.ppo_mini_batch_size=1")
-    samples = make_samples([2, 2], [1.0, 0.0], [0, 1])
-    roles.host_group = "group"
-    numbered = []
-    monkeypatch.setattr(
-        roles_module.teacher, "number_teachers", lambda *values: numbered.append(values)
-    )
-    monkeypatch.setattr(roles_module.teacher, "after_teacher_prompts", lambda *values: values)
-    monkeypatch.setattr(roles_module, "divide", lambda *values: values)
-    divided, mini_batches, engine, group, seen_by_teacher = roles.divide(samples)
-    assert numbered == [(roles.config, samples)]
-    assert (divided, engine, group) == (samples, roles.actor, "group")
-    assert mini_batches.tolist() == [0, 1]
-    assert seen_by_teacher == (samples, "group")
-
-
-def test_a_teacher_computes_before_the_update_and_teaches_in_it(make_roles, monkeypatch):
-    """With several teachers, the means of each are computed from its sums."""
-    record_calls(monkeypatch, "Teachers")
-    settings = ["algorithm.distill.teachers={math: a, code: b}", "algorithm.adv_estimator=grpo"]
-    roles = make_roles(6, *settings)
-    taught = []
-
-    @contextmanager
-    def teaching(engine):
-        taught.append(engine)
-        yield
-
-    roles.teachers = SimpleNamespace(engine="the teachers' engine", teaching=teaching)
-    computed = []
-    monkeypatch.setattr(roles_module.teacher, "compute", lambda *values: computed.append(values))
-    losses = record_calls(monkeypatch, "ActorLoss")
-    sums = {"distill/divergence/math": 0.5, "distill/share/math": 0.25}
-    monkeypatch.setattr(roles_module.updates, "update", lambda *values: dict(sums))
-    samples = make_samples([0, 1], [1.0, 0.0], [0, 0])
-    share = whole(samples)
-    roles.compute_log_probs(share, 0)
-    assert computed == [(roles.teachers, share)]
-    assert not taught
-    metrics = roles.update_actor(share, 0)
-    assert taught == [roles.actor]
-    assert losses == [(roles.config, len(samples))]
-    assert metrics["distill/divergence/math"] == 0.5 / 0.25
-    assert roles.profiler.engines == [
-        ("teacher_compute", "the teachers' engine"),
-        ("actor_update", roles.actor),
-    ]
-
-
-@pytest.mark.parametrize("used", [None, 3.0])
-def test_memory_is_that_of_all_processes_or_of_this_one(make_roles, monkeypatch, used):
-    roles = make_roles(6)
-    monkeypatch.setattr(roles_module, "used_gib", lambda device: used)
-    metrics = roles.memory()
-    if used is None:
-        assert metrics.keys() == {"perf/memory_peak_gib"}
-    else:
-        assert metrics == {"perf/memory_training_gib": used}

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from omegaconf import OmegaConf
 
-from config import InputError, load
-from profiling import Profiler
+from config import InputError
 from rollout.partial.drawing import PartialSampler, StepCounts, deal
 from rollout.partial.groups import (
     Counters,
@@ -351,75 +350,3 @@ def test_every_rank_forgets_the_groups_that_a_replica_drops_once(tmp_path, tp_si
             "partial/stale_drops": 2.0,
             "partial/idle_slots": 0.25,
         }
-
-
-class ReadySampler(PartialSampler):
-    """A sampler whose groups are complete when they begin. Of four responses, one fails."""
-
-    def new_group(self, number, key, first_number):
-        self.keys.append((number, key))
-        group = complete_group(number, 0)
-        group.row = key[2]
-        return group
-
-    def generate(self, num_complete, version):
-        """Nothing is left to generate."""
-
-    def grade_and_share(self, draw):
-        return SimpleNamespace(num_drawn=4, failures=["a failure"])
-
-    def give_up(self, groups):
-        self.given_up = [group.number for group in groups]
-
-    def from_bytes(self, content):
-        first = content[0]
-        return Counters(first, 3), [SimpleNamespace(number=n) for n in content]
-
-    def restored(self, group):
-        return group.number
-
-
-def make_ready_sampler() -> ReadySampler:
-    """Return a sampler on a single rank, with two prompts in each batch and two responses each."""
-    pairs = ["model.path=m", "data.train_files=t", "rollout.n=2", "data.train_batch_size=2"]
-    rollout = SimpleNamespace(tp_rank=0, tp_size=1, replica=0, num_replicas=1)
-    sampler = ReadySampler(
-        sampler=SimpleNamespace(rollout=rollout, host_group=None, max_failure_rate=0.5),
-        ledger=Ledger(1, 1.0, limit=None),
-        dataset="prompts",
-        rows_of_batch=lambda batch: [10 * batch + 1, 10 * batch],
-        config=load("ppo.yaml", [*pairs, "trainer.seed=5"]),
-        open=OpenGroups(max_staleness=0, finishes_old=False),
-    )
-    sampler.keys = []
-    return sampler
-
-
-def test_the_draws_of_a_step_share_their_limit_of_failures(process_group):
-    """Half of the responses of a step may fail: 2 of 4, and then 3 of 6, of which 1 has failed."""
-    sampler = make_ready_sampler()
-    first, _ = sampler.draw(2, 0, 7, Profiler())
-    assert (first.dataset, first.rows, first.first_group) == ("prompts", [1, 0], 7)
-    assert first.max_failures == 2
-    second, _ = sampler.draw(1, 0, 9, Profiler())
-    assert (second.rows, second.first_group) == ([11], 9)
-    assert second.max_failures == 0.5 * 6 - 1
-    assert (sampler.counts.graded, sampler.counts.failed) == (8, 2)
-    assert sampler.keys == [(0, (5, 0, 1)), (1, (5, 0, 0)), (2, (5, 1, 11))]
-
-
-def test_groups_that_are_dropped_are_given_up(process_group):
-    sampler = make_ready_sampler()
-    sampler.open.groups.append(complete_group(4, 0))
-    sampler.ledger.replica_of = {4: 0}
-    sampler.end_step(2)
-    assert sampler.given_up == [4]
-    assert not sampler.ledger.replica_of
-
-
-def test_the_open_groups_of_two_replicas_continue_on_one():
-    sampler = make_ready_sampler()
-    sampler.load_state([bytes([8, 6]), bytes([8, 5])])
-    assert sampler.open.groups == [5, 6, 8, 8]
-    assert (sampler.ledger.next_group, sampler.ledger.num_dropped) == (8, 3)
-    assert sampler.ledger.replica_of == {5: 0, 6: 0, 8: 0}

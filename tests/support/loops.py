@@ -1,6 +1,5 @@
 """The loops of train_dpo.py and train_rm.py, with an engine that computes nothing."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -260,67 +259,3 @@ def check_a_run_that_skips_all_steps_is_an_error(loop: Loop) -> None:
     loop.trainer.skips = lambda step: True
     with pytest.raises(InputError, match="not finite in 3 of 3 updates"):
         loop.train()
-
-
-def check_first_line(capsys: pytest.CaptureFixture, step: int) -> None:
-    """Check the first line of the log of check_main()."""
-    (first_line,) = [line for line in capsys.readouterr().out.splitlines() if "resuming" in line]
-    assert first_line.startswith(f"resuming from step_7: step {step} of 3 (5 per epoch), ")
-    assert first_line.endswith(f"{NUM_ROWS} rows, 2 data-parallel ranks on cpu")
-
-
-def check_main(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch, last_step: int, build: Callable
-) -> list:
-    """Call a script's main() as a run that resumes, and return the arguments of what it builds.
-
-    Check the counters of the run, the order of the steps at its end, and that it exports its model
-    only if its last step is done.
-
-    Args:
-        last_step: the step of the checkpoint, and of the run's end.
-        build: lets the script build the loop's engine, and records the arguments: calls -> None.
-    """
-    run = loop.run
-    calls = []
-    run.resume_from = "step_7"
-    engine = loop.trainer.engine
-    engine.dp_size = 2
-    saved = {"step": last_step, "skipped": 2}
-
-    def record(name: str, result=None) -> Callable:
-        return lambda *values, **_: calls.append((name, *values)) or result
-
-    run.named_config = OmegaConf.merge(run.config, {"model": {"path": "a name on the hub"}})
-    run.checkpointer = SimpleNamespace(load=record("load", saved), wait=record("wait"))
-    run.heartbeat.close = record("heartbeat.close")
-    run.profiler.close = record("profiler.close")
-    run.tracker = None
-    build(calls)
-    monkeypatch.setattr(loop.script, "set_up", lambda config, loss: run)
-    monkeypatch.setattr(loop.script, "train", record("train"))
-    monkeypatch.setattr(Run, "close", record("run.close"))
-    monkeypatch.setattr("engines.checkpoint.export.export_hf", record("export"))
-    monkeypatch.setattr("engines.parallel.device.shutdown", record("shutdown"))
-
-    loop.script.main(run.config)
-
-    export = ("export", engine, "tokenizer", run.output_dir / "hf", "a name on the hub")
-    exports = [export] if last_step == 3 else []
-    (name, *built), *calls = calls
-    assert name == "build"
-    (trained,) = [call for call in calls if call[0] == "train"]
-    assert calls == [
-        ("load", "step_7", engine),
-        trained,
-        ("heartbeat.close",),
-        ("profiler.close",),
-        ("wait",),
-        *exports,
-        ("run.close", run),
-        ("shutdown",),
-    ]
-    assert trained[1] is run
-    assert trained[2].engine is engine
-    assert (run.progress.step, run.progress.skipped) == (last_step, 2)
-    return built
