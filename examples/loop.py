@@ -41,7 +41,6 @@ def loss_fn(log_probs, entropy, fields):
 def main(config):
     from omegaconf import OmegaConf
 
-    from rl.updates import update
     from train_ppo import build_roles, end_step, finish, set_up, start_grader, validate
 
     for key in UNREAD:
@@ -67,7 +66,7 @@ def main(config):
         advantages = advantages_of(samples.scores, samples.group)
         fields["advantages"] = share.repeat_on_tokens(advantages) * fields["loss_mask"]
         fields["weight"] = fields["loss_mask"] / samples.response_lengths.sum()
-        metrics = update(roles.actor, share.parts, loss_fn, progress.step, 1, "actor")
+        metrics = roles.update(share, loss_fn, progress.step)
         metrics["score/mean"] = samples.scores.mean().item()
         end_step(run, roles, samples, metrics, 1, start)
     finish(run, roles, grader)

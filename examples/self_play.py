@@ -88,13 +88,11 @@ def draw(run, roles):
 
 def learn(run, roles, samples, won):
     """Take one optimizer step on a player's moves, and return metrics. won: [n] fp32."""
-    from rl.updates import update
-
     share = roles.divide(samples)  # the moves that this rank trains on
     fields = share.batch.fields
     fields["advantages"] = share.repeat_on_tokens(won - won.mean()) * fields["loss_mask"]
     fields["weight"] = fields["loss_mask"] / samples.response_lengths.sum()
-    return update(roles.actor, share.parts, loss_fn, run.progress.step, 1, "actor")
+    return roles.update(share, loss_fn, run.progress.step)
 
 
 def main(config):

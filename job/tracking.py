@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import sys
-import unicodedata
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from tqdm import tqdm
 from common import disk
 from config import InputError, without_secrets
 from engines.parallel.device import on_rank0
+from job.tables import column_names, markdown_table, table
 from profiling.report import write_report
 
 # Metrics on the console, in this order.
@@ -48,7 +48,6 @@ CONSOLE = {
     "timing/step": "{:.2f} s",
 }
 CONSOLE_ROWS = 4  # samples that the console shows
-MIN_COLUMN_WIDTH = 8
 CONSTANT_STEPS = 5  # steps in a row with equal rewards before the console warns
 WANDB_OFFLINE_MODES = ("offline", "dryrun", "disabled")
 WANDB_ADVICE = (
@@ -120,6 +119,7 @@ class Tracker:
             return
         self.logged_steps = logged_steps(self.path)
         self.loggers = list(config.trainer.logger)
+        self.draws_report = config.trainer.report
         self.log_freq = config.trainer.log_freq
         self.rollout_freq = config.trainer.get("rollout_freq", -1)
         # The constant reward of the last steps (None: rewards differ), and for how many steps it
@@ -316,6 +316,15 @@ class Tracker:
         if not self.enabled:
             return
         self.bar.close()
+        if self.draws_report:
+            self._draw_report()
+        if "tensorboard" in self.loggers:
+            with disk.writing(self.out / "tensorboard"):
+                self.tensorboard.close()
+        if "wandb" in self.loggers:
+            self.wandb.finish()
+
+    def _draw_report(self) -> None:
         with disk.writing(self.out / "report.png"):
             picture = write_report(self.out)
         print(f"curves: {picture}", flush=True)
@@ -324,10 +333,8 @@ class Tracker:
 
             with disk.writing(self.out / "tensorboard"):
                 self.tensorboard.add_image("report", imread(picture), self.bar.n, dataformats="HWC")
-                self.tensorboard.close()
         if "wandb" in self.loggers:
             self.wandb.log({"report": self.wandb.Image(str(picture))})
-            self.wandb.finish()
 
 
 def max_log_prob_gap(config: DictConfig) -> float:
@@ -343,96 +350,6 @@ def max_log_prob_gap(config: DictConfig) -> float:
     covers_same_tokens = rollout.top_k > 0 or (rollout.top_p == 1 and rollout.min_p == 0)
     is_comparable = covers_same_tokens and not is_in_fp8
     return ROUNDING_GAPS[config.engine.compute_dtype] if is_comparable else math.inf
-
-
-def column_names(rows: list[dict]) -> list[str]:
-    """Return the keys of all rows, in the order in which they first occur."""
-    return list(dict.fromkeys(name for row in rows for name in row))
-
-
-def table(rows: list[dict], width: int) -> str:
-    """Return rows of texts and numbers as a table for a terminal, with a line of column names.
-
-    Args:
-        width: width of the terminal, in characters. Texts that are too long lose their middle.
-    """
-    names = column_names(rows)
-    lines = [names]
-    for row in rows:
-        lines.append([cell_text(row.get(name, "")) for name in names])
-    widths = column_widths(lines, width)
-    shown = []
-    for line in lines:
-        cells = ["  " + fit(cell, widths[k]) for k, cell in enumerate(line)]
-        shown.append("".join(cells).rstrip())
-    return "\n".join(shown)
-
-
-def cell_text(value) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else printable(str(value))
-
-
-def column_widths(lines: list[list[str]], width: int) -> dict[int, int]:
-    """Divide a terminal's width: narrow columns get all they need, wide ones equal shares."""
-    num_columns = len(lines[0])
-    needed = {}
-    for k in range(num_columns):
-        needed[k] = max(terminal_width(line[k]) for line in lines)
-    free = width - 2 * num_columns
-    widths = {}
-    narrow_first = sorted(needed, key=needed.get)
-    for num_remaining, k in zip(range(num_columns, 0, -1), narrow_first):
-        widths[k] = min(needed[k], max(free // num_remaining, MIN_COLUMN_WIDTH))
-        free -= widths[k]
-    return widths
-
-
-def fit(text: str, width: int) -> str:
-    """Pad the text to `width` columns of a terminal, or cut its middle if it is too long."""
-    short = text
-    kept = width
-    while terminal_width(short) > width:
-        kept -= 1
-        end = kept // 2
-        short = f"{text[: kept - end]}…{text[len(text) - end :]}"
-    return short + " " * (width - terminal_width(short))
-
-
-def terminal_width(text: str) -> int:
-    """Return the number of terminal columns that a text takes: two for a Chinese character."""
-    num_columns = 0
-    for character in text:
-        if unicodedata.east_asian_width(character) in "WF":
-            num_columns += 2
-        elif not unicodedata.combining(character):
-            num_columns += 1
-    return num_columns
-
-
-def printable(text: str) -> str:
-    """Return the text in one line, with escapes such as \\n for control characters."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def markdown_table(columns: list[str], rows: list[list]) -> str:
-    """Return a table in Markdown."""
-    lines = [columns, ["---"] * len(columns)]
-    for row in rows:
-        lines.append([markdown(str(cell)) for cell in row])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def markdown(text: str) -> str:
-    """Return text for a cell of a Markdown table, with every special character escaped."""
-    escaped = []
-    for character in text:
-        if character.isalnum() or character == " ":
-            escaped.append(character)
-        elif character == "\n":
-            escaped.append("<br>")
-        else:
-            escaped.append(f"&#{ord(character)};")
-    return "".join(escaped)
 
 
 def logged_steps(path: Path) -> set[int]:

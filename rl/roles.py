@@ -14,7 +14,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from data.batching.order import RowsOfBatch
-from engines.base import Engine
+from engines.base import Engine, LossFn
 from engines.build import engine_class
 from engines.checkpoint.checkpointer import Checkpointer, read_files
 from engines.checkpoint.export import export_hf
@@ -364,16 +364,20 @@ class Roles:
             seen_by_teacher = None
             if self.config.data.teacher_prompt_key:
                 seen_by_teacher = teacher.after_teacher_prompts(samples, self.host_group)
-            return divide(samples, mini_batches, self.actor, self.host_group, seen_by_teacher)
+            share = divide(samples, mini_batches, self.actor, self.host_group, seen_by_teacher)
+        if self.must_check_kv_cache:
+            self._check_kv_cache(share)
+        return share
+
+    def _check_kv_cache(self, share: Share) -> None:
+        with self.profiler.stage("check_kv_cache", self.actor):
+            trainer_log_probs = updates.log_probs(self.actor, share)
+            updates.check_fp8_kv_cache(share, trainer_log_probs, self.host_group)
+        self.must_check_kv_cache = False
 
     def compute_log_probs(self, share: Share, step: int) -> None:
         """Fill old_log_probs, ref_log_probs and the teacher's fields, if something reads them."""
         fields = share.batch.fields
-        if self.must_check_kv_cache:
-            with self.profiler.stage("check_kv_cache", self.actor):
-                trainer_log_probs = updates.log_probs(self.actor, share)
-                updates.check_fp8_kv_cache(share, trainer_log_probs, self.host_group)
-            self.must_check_kv_cache = False
         if needs_old_log_probs(self.config, share.num_mini_batches, step):
             with self.profiler.stage("actor_compute_log_prob", self.actor):
                 fields["old_log_probs"] = updates.log_probs(self.actor, share)
@@ -425,10 +429,19 @@ class Roles:
         num_epochs = self.config.algorithm.ppo_epochs
         loss_fn = ActorLoss(self.config, len(share.batch))
         teaching = self.teachers.teaching(self.actor) if self.teachers else nullcontext()
-        parts = share.parts
-        with self.profiler.stage("actor_update", self.actor), teaching:
-            metrics = updates.update(self.actor, parts, loss_fn, actor_step, num_epochs, "actor")
+        with teaching:
+            metrics = self.update(share, loss_fn, actor_step, num_epochs)
         return teacher.teacher_metrics(self.config, metrics)
+
+    def update(
+        self, share: Share, loss_fn: LossFn, step: int, num_epochs: int = 1
+    ) -> dict[str, float]:
+        """Train the actor with any loss function, and return metrics. See updates.update().
+
+        step: of its learning rate schedule, from 0.
+        """
+        with self.profiler.stage("actor_update", self.actor):
+            return updates.update(self.actor, share.parts, loss_fn, step, num_epochs, "actor")
 
     def memory(self) -> dict[str, float]:
         """Return the GiB that all processes use on the device; on a CPU, this process's peak."""

@@ -961,6 +961,7 @@ def test_ppo_sees_what_vllm_sees(tmp_path):
         "trainer.test_freq=-1",
         f"data.cache_dir={tmp_path / 'cache'}",
         f"output_dir={tmp_path / 'out'}",
+        "trainer.report=false",
         "algorithm.adv_estimator=gae",
         "data.train_batch_size=8",
         "rollout.n=2",

@@ -732,6 +732,7 @@ def ppo_run(tmp_path_factory) -> Path:
         f"model.path={folder}/model",
         f"data.train_files={folder}/train.jsonl",
         f"output_dir={folder}/out",
+        "trainer.report=false",
         f"data.cache_dir={folder}/cache",
         "engine.compute_dtype=float32",
         "data.train_batch_size=8",

@@ -77,6 +77,7 @@ def arguments(assets, out, *overrides):
         f"model.path={assets}/model",
         f"data.train_files={assets}/train.jsonl",
         f"output_dir={out}",
+        "trainer.report=false",
         f"data.cache_dir={assets}/cache",
         "engine.compute_dtype=float32",
         "data.train_batch_size=8",
@@ -117,6 +118,7 @@ def uninterrupted(assets, tmp_path_factory):
                 f"data.val_files={assets}/val.jsonl",
                 "trainer.test_freq=10",
                 "trainer.logger=[console,tensorboard]",
+                "trainer.report=true",
             ),
         ]
     )

@@ -243,6 +243,7 @@ def arguments(assets: Path, out: Path, *more: str) -> list[str]:
         f"data.train_files={assets}/train.jsonl",
         f"data.cache_dir={assets}/cache",
         f"output_dir={out}",
+        "trainer.report=false",
         "engine.compute_dtype=float32",
         "data.train_batch_size=8",
         "data.max_length=64",

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from config import InputError, load
 from data.batching.batch import Batch
 from data.prompts import Prompt
-from job import tracking
+from job import tables, tracking
 from rollout.grading.grader import Failure
 from rollout.records import MAX_WRITTEN, examples, write_samples
 from rollout.samples import Samples
@@ -249,11 +249,11 @@ def test_a_resumed_run_keeps_the_steps_before_it_in_tensorboard(tmp_path):
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_table_of_samples_fits_the_terminal(width):
-    header, *lines = tracking.table(ROWS, width).splitlines()
+    header, *lines = tables.table(ROWS, width).splitlines()
     starts = [header.index(name) for name in ("question", "response", "answer", "score")]
     assert header.split() == ["question", "response", "answer", "score"] and len(lines) == 3
     for line, row in zip(lines, ROWS, strict=True):
-        assert line.isprintable() and len(line) < tracking.terminal_width(line) + 1 <= width + 1
+        assert line.isprintable() and len(line) < tables.terminal_width(line) + 1 <= width + 1
         # Of a line in which each character is on one column.
         cells = re.sub("[一-鿿]", "__", line)
         assert (

@@ -74,6 +74,7 @@ def arguments(assets: Path, out: Path, *overrides: str) -> list[str]:
         f"model.path={assets}/model",
         f"data.train_files={assets}/train.jsonl",
         f"output_dir={out}",
+        "trainer.report=false",
         f"data.cache_dir={assets}/cache",
         "engine.compute_dtype=float32",
         f"data.train_batch_size={BATCH_SIZE}",

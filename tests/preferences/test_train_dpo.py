@@ -284,7 +284,7 @@ def test_kill_and_resume_repeats_every_step_to_the_last_bit(assets, tmp_path):
     reference = f"reference.path={tmp_path}/other"
     changed = run(command(1, assets, killed, *settings, reference), returncode=2)
     assert "was written with the reference=" in changed.stderr
-    done = run(command(2, assets, killed, *settings))
+    done = run(command(2, assets, killed, *settings, "trainer.report=true"))
     assert "resuming from" in done.stdout
     assert curve(killed) == curve(undisturbed)
     assert checkpoints(killed) == checkpoints(undisturbed)

@@ -293,6 +293,7 @@ def test_a_turn_of_a_tool(tmp_path):
         f"model.path={model}",
         f"data.train_files={tmp_path}/prompts.jsonl",
         f"output_dir={out}",
+        "trainer.report=false",
         f"data.cache_dir={tmp_path}/cache",
         "data.train_batch_size=8",
         "data.max_prompt_length=64",

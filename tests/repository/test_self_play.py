@@ -54,6 +54,7 @@ def arguments(assets, out, *more):
         f"data.train_files={assets}/prompts.jsonl",
         f"data.cache_dir={assets}/cache",
         f"output_dir={out}",
+        "trainer.report=false",
         *more,
     ]
 

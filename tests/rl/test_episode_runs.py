@@ -55,6 +55,7 @@ def arguments(assets, out, *more):
         f"data.train_files={assets}/train.jsonl",
         f"data.val_files={assets}/val.jsonl",
         f"output_dir={out}",
+        "trainer.report=false",
         f"data.cache_dir={assets}/cache",
         "engine.compute_dtype=float32",
         "data.train_batch_size=8",

@@ -59,6 +59,7 @@ def arguments(assets, out, *more):
         f"model.path={assets}/model",
         f"data.train_files={assets}/train.jsonl",
         f"output_dir={out}",
+        "trainer.report=false",
         f"data.cache_dir={assets}/cache",
         "engine.compute_dtype=float32",
         f"data.train_batch_size={BATCH_SIZE}",

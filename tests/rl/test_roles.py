@@ -248,6 +248,25 @@ def test_each_field_comes_from_the_engine_of_its_role(make_roles):
     assert stages == {"actor_compute_log_prob", "ref_compute_log_prob", "compute_values"}
 
 
+def test_a_kv_cache_in_fp8_is_checked_when_the_first_step_is_divided(
+    make_roles, monkeypatch, process_group
+):
+    """So loops that never call compute_log_probs() have the check, too."""
+    roles = make_roles(6)
+    roles.must_check_kv_cache = True
+    share = make_share()
+    share.batch.fields["loss_mask"] = torch.ones(2)
+    share.batch.fields["rollout_log_probs"] = torch.full((2,), roles.actor.number - 1.0)
+    monkeypatch.setattr(roles_module, "divide", lambda *values: share)
+    samples = make_samples([0], [1.0], [0])
+    with pytest.raises(InputError, match="by 1 nats on average, but 8 bits explain at most 0.5"):
+        roles.divide(samples)
+    share.batch.fields["rollout_log_probs"] += 0.75
+    assert roles.divide(samples) is share
+    share.batch.fields["rollout_log_probs"] += 9
+    assert roles.divide(samples) is share, "only the first step is checked"
+
+
 @pytest.mark.parametrize("has_adapters", [False, True])
 def test_the_actor_alone_replays_the_experts_that_vllm_chose(make_roles, has_adapters):
     """The routers of other models choose by themselves, and so does the actor as the reference."""

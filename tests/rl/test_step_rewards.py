@@ -237,6 +237,7 @@ def arguments(assets, out, function, *more):
         f"data.train_files={assets}/train.jsonl",
         f"data.cache_dir={assets}/cache",
         f"output_dir={out}",
+        "trainer.report=false",
         f"reward.function={assets}/steps.py:{function}",
         "reward.num_workers=1",
         STEPS,

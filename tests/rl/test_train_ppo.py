@@ -118,6 +118,7 @@ def arguments(assets, out, reward, *more):
         f"model.path={assets}/model",
         f"data.train_files={assets}/train.jsonl",
         f"output_dir={out}",
+        "trainer.report=false",
         f"data.cache_dir={assets}/cache",
         "engine.compute_dtype=float32",
         "data.train_batch_size=8",
@@ -257,7 +258,7 @@ def alone(assets, tmp_path_factory):
         ),
         "failures": lambda out: stopped_in_its_last_step(assets, out),
         "too_many": lambda out: run([*COMMAND, *moody(assets, out, 0.2)], returncode=2),
-        "layout1": lambda out: run([*COMMAND, *layout(assets, out)]),
+        "layout1": lambda out: run([*COMMAND, *layout(assets, out, "trainer.report=true")]),
         "lora1": lambda out: run([*COMMAND, *layout(assets, out, *LORA)]),
     }
     # A dry run needs no weights.
@@ -825,6 +826,10 @@ def test_a_loop_of_your_own_learns_the_same_to_the_last_bit(loops):
     for line, expected_line in zip(own, expected):
         assert line.items() <= expected_line.items()
     assert own[1]["actor/grad_norm"] > 0
+    (expected_times, own_times) = (metrics(out)[1].keys() for out in loops)
+    stages = {"timing/wake", "timing/rollout_generate", "timing/divide", "timing/actor_update"}
+    assert stages <= own_times
+    assert stages <= expected_times
     weights = [(out / "hf" / "model.safetensors").read_bytes() for out in loops]
     assert weights[0] == weights[1]
     assert rollouts(loops[0]) == rollouts(loops[1])

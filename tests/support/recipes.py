@@ -23,6 +23,7 @@ def run_both_recipes(
         [
             *(sys.executable, "train_sft.py", f"examples/recipes/{task}_sft.yaml", *shared),
             f"output_dir={folder}/sft",
+            "trainer.report=false",
             f"model.path={folder}/model",
             f"data.train_files={folder}/traces.jsonl",
             f"data.val_files={folder}/val_traces.jsonl",
@@ -33,6 +34,7 @@ def run_both_recipes(
         [
             *(sys.executable, "train_ppo.py", f"examples/recipes/{task}_grpo.yaml", *shared),
             f"output_dir={folder}/grpo",
+            "trainer.report=false",
             f"model.path={folder}/sft/hf",
             f"data.train_files={folder}/train.jsonl",
             f"data.val_files={folder}/val.jsonl",
