@@ -288,10 +288,7 @@ DROPOUT = rule(
     "must be at least 0 and less than 1", lambda v: 0 <= v < 1, minimum=0, exclusiveMaximum=1
 )
 SMOOTHING = rule(
-    "must be at least 0 and less than 0.5",
-    lambda v: 0 <= v < 0.5,
-    minimum=0,
-    exclusiveMaximum=0.5,
+    "must be at least 0 and less than 0.5", lambda v: 0 <= v < 0.5, minimum=0, exclusiveMaximum=0.5
 )
 TOP_K = rule(
     "must lie between 1 and 1024, or be -1 for all tokens",
@@ -465,11 +462,13 @@ RULES = {
     "algorithm.distill.coef": above(0.0),
     "algorithm.distill.top_k": at_least(0),
     "algorithm.distill.temperature": above(0.0),
+    "algorithm.distill.fsdp_size": optional(int, COUNT_OR_ALL),
     "distill.teacher": optional(str, PATH),
     "distill.mode": one_of("reverse_kl", "forward_kl", "jsd"),
     "distill.coef": above(0.0),
     "distill.top_k": at_least(0),
     "distill.temperature": above(0.0),
+    "distill.fsdp_size": optional(int, COUNT_OR_ALL),
     "algorithm.filter_groups.max_num_gen_batches": at_least(1),
     "critic.path": optional(str, PATH),
     "critic.lr": at_least(0.0),

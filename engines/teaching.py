@@ -18,22 +18,53 @@ from engines.base import Engine
 from engines.divergence import Divergence, TeacherHead
 from engines.model.experts import with_own_experts
 from engines.teacher import Distillation, HiddenHead, TopKHead
-from engines.teacher_settings import distill_group, distill_settings, has_several
+from engines.teacher_settings import (
+    distill_group,
+    distill_settings,
+    has_several,
+    is_self_taught,
+)
 
 Parts = Sequence[tuple[Batch, MicroBatches]]
 
 
 def teacher_config(config: DictConfig, path: str) -> DictConfig:
-    """Return the configuration of a teacher: a model without adapters, MTP layers or freezing."""
+    """Return the configuration of a teacher: a model without adapters, MTP layers or freezing.
+
+    Its weights may be divided over other numbers of ranks than the student's.
+    """
     model = {
         "path": path,
         "freeze": [],
         "lora": defaults("model.lora"),
         "mtp": defaults("model.mtp"),
     }
+    changes = {"model": model}
+    fsdp_size = distill_settings(config).fsdp_size
+    if fsdp_size is not None:
+        changes["engine"] = {"fsdp_size": fsdp_size}
     # It has no teacher itself.
-    changed = OmegaConf.merge(without_teacher(config), {"model": model})
-    return with_own_experts(changed)
+    return with_own_experts(OmegaConf.merge(without_teacher(config), changes))
+
+
+def check_teacher_layout(config: DictConfig, world_size: int) -> None:
+    """Raise InputError if the teacher cannot be divided as distill.fsdp_size says."""
+    distill = distill_settings(config)
+    if distill is None or distill.fsdp_size is None:
+        return
+    setting = f"{distill_group(config)}.fsdp_size={distill.fsdp_size}"
+    if config.model_engine != "fsdp":
+        raise InputError(
+            f"{setting} does nothing with model_engine={config.model_engine}, where the teacher "
+            "has the parallel groups of the student: leave it out"
+        )
+    if is_self_taught(config):
+        raise InputError(f"{setting} does nothing if the teacher is the policy: leave it out")
+    if distill.fsdp_size > 0 and world_size % distill.fsdp_size:
+        raise InputError(
+            f"{setting} does not divide the number of ranks, {world_size}: lower it, or start "
+            "other ranks with torchrun --nproc-per-node"
+        )
 
 
 def without_teacher(config: DictConfig) -> DictConfig:

@@ -23,6 +23,7 @@ from engines.teacher_settings import (
 )
 from engines.teaching import (
     Teachers,
+    check_teacher_layout,
     check_top_k,
     check_vocabulary,
     teacher_config,
@@ -62,6 +63,7 @@ def check_models(config: DictConfig, world_size: int) -> Any:
     vocabulary.
     """
     check = engine_class(config.model_engine).check
+    check_teacher_layout(config, world_size)
     roles = role_configs(config)
     hf_configs = {}
     for role, settings in roles.items():

@@ -19,7 +19,7 @@ from engines.model.hf import read_hf_config
 from engines.model.model_files import fingerprint, is_only_described
 from engines.reference import check_same_vocabulary, reference_config
 from engines.teacher_settings import teacher_paths, teacher_roles, uses_teacher
-from engines.teaching import teacher_config, without_teacher
+from engines.teaching import check_teacher_layout, teacher_config, without_teacher
 from rl import reward_model
 from rl.functions import inputs_read
 from rl.reward_model import (
@@ -120,6 +120,7 @@ def check_models(config: DictConfig, world_size: int) -> Any:
     """
     check_model = engine_class(config.model_engine).check
     check_is_classifier(config)
+    check_teacher_layout(config, world_size)
     keys = path_keys(config)
     hf_configs = {}
     for role, settings in role_configs(config).items():

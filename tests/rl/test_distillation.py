@@ -119,6 +119,8 @@ CASES = [
     Case(1, "jsd", 0, True, ADAPTERS, teacher="self", prompts=True),
     Case(2, "reverse_kl", 5, True, MEGATRON, teacher="several", prompts=True),
     Case(1, "jsd", 0, True, teacher="one", prompts=True),
+    # Each rank has the whole student, and a part of the teacher.
+    Case(2, "jsd", 0, True, ("engine.fsdp_size=1", "algorithm.distill.fsdp_size=-1")),
     Case(1, "reverse_kl", 0, True, EXPERTS, student="experts"),
     Case(2, "reverse_kl", 0, True, EXPERTS_MEGATRON, student="experts"),
 ]
@@ -588,6 +590,35 @@ def test_a_teacher_may_have_a_larger_embedding_and_further_tokens(tokenizers):
     check_tokenizers(tokenizers, "policy", "policy", num_teacher_tokens=264)
     check_tokenizers(tokenizers, "policy", "larger", num_teacher_tokens=264)
     check_tokenizers(tokenizers, "policy", "nothing", num_teacher_tokens=200)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["algorithm.distill.fsdp_size=3"], "fsdp_size=3 does not divide the number of ranks, 2"),
+        (
+            ["algorithm.distill.fsdp_size=1", "model_engine=megatron"],
+            "fsdp_size=1 does nothing with model_engine=megatron, where the teacher has the",
+        ),
+        (
+            ["algorithm.distill.fsdp_size=1", "algorithm.distill.teacher=self"],
+            "fsdp_size=1 does nothing if the teacher is the policy: leave it out",
+        ),
+    ],
+)
+def test_a_teacher_cannot_be_divided_so(models, settings, message):
+    teacher = f"algorithm.distill.teacher={models}/teacher"
+    config = configure(teacher, *settings, path=models / "student")
+    with pytest.raises(InputError, match=f"^algorithm.distill.{message}"):
+        check_models(config, 2)
+
+
+def test_a_teacher_has_a_layout_of_its_own(models):
+    teacher = f"algorithm.distill.teacher={models}/teacher"
+    settings = ["engine.fsdp_size=1", "algorithm.distill.fsdp_size=-1"]
+    roles = role_configs(configure(teacher, *settings, path=models / "student"))
+    assert roles["actor"].engine.fsdp_size == 1
+    assert roles["teacher"].engine.fsdp_size == -1
 
 
 @pytest.mark.parametrize(
