@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from algorithms.advantages import sum_of_normalized
+from algorithms.advantages import grpo_steps, sum_of_normalized
 from algorithms.dapo import informative, overlong_penalty
+from algorithms.packed import sum_by_sequence
 from config import InputError
 from data.batching.order import RowsOfBatch
 from data.prompts import PromptDataset
@@ -18,6 +20,7 @@ from rl.functions import find_function, inputs_read
 from rl.models import longest_response
 from rl.reward_model import PART as REWARD_MODEL_PART, uses_reward_model
 from rollout.drawing import Request
+from rollout.exchange import sum_over_ranks
 from rollout.partial.drawing import PartialSampler
 from rollout.samples import Samples, concat
 
@@ -100,12 +103,14 @@ class PartialSource:
         return self.sampler.ledger.next_group // self.config.data.train_batch_size
 
 
-def collect(config: DictConfig, source: Source) -> Samples:
+def collect(config: DictConfig, source: Source, ranks: dist.ProcessGroup | None = None) -> Samples:
     """Return one step's samples.
 
     With algorithm.filter_groups, groups that teach nothing are left out, see
     informative_responses(). More prompts are then drawn, until data.train_batch_size groups are
     left or there have been max_num_gen_batches draws. The metrics cover everything that was drawn.
+
+    ranks: gloo group of all ranks.
 
     Raises InputError if no response could be graded.
     """
@@ -121,7 +126,7 @@ def collect(config: DictConfig, source: Source) -> Samples:
         draws.append(source.draw(num_prompts - num_kept, next_group))
         drawn = concat(draws)
         next_group = int(drawn.group.max()) + 1 if len(drawn) else 0
-        is_informative = informative_responses(config, drawn)
+        is_informative = informative_responses(config, drawn, ranks)
         keep = is_informative if filter_groups.enable else torch.ones_like(is_informative)
         num_kept = len(drawn.group[keep].unique())
         if num_kept >= num_prompts:
@@ -137,16 +142,23 @@ def collect(config: DictConfig, source: Source) -> Samples:
     return replace(drawn.select(keep), metrics=metrics)
 
 
-def informative_responses(config: DictConfig, samples: Samples) -> Tensor:
-    """Return for each response whether its group teaches anything: [n] bool.
+def informative_responses(
+    config: DictConfig, samples: Samples, ranks: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return for each response whether its group teaches anything: [n] bool. Called by all ranks.
 
-    It does if the scores of the group differ, as in DAPO. Two estimators need another criterion.
-    With gdpo, which normalizes the parts of the reward one by one, and with max_at_k, all
-    advantages may be 0 although the scores differ; with gdpo, they may differ although the scores
-    are equal. So the advantages have to differ, without the penalties for length and divergence.
+    It does if the scores of the group differ, as in DAPO. Some estimators need another criterion.
+    With gdpo, which normalizes the parts of the reward one by one, with max_at_k, and with
+    grpo_steps, which compares steps, all advantages may be 0 although the scores differ; with gdpo
+    and grpo_steps, they may differ although the scores are equal. So the advantages have to differ
+    from 0, without the penalties for length and divergence.
+
+    ranks: gloo group of all ranks.
     """
     numbers = samples.scores
     estimator = config.algorithm.adv_estimator
+    if estimator == "grpo_steps" and "step_ends" in samples.batch.fields:
+        return informative_by_steps(samples, ranks)
     if estimator == "gdpo" and samples.parts:
         episodes = samples.episodes
         parts = {name: episodes.choose(part) for name, part in samples.parts.items()}
@@ -160,6 +172,37 @@ def informative_responses(config: DictConfig, samples: Samples) -> Tensor:
         advantages, _ = estimate(outcome=episodes.choose(samples.scores), group=group)
         numbers = episodes.repeat(advantages)
     return informative(numbers, samples.group)
+
+
+def informative_by_steps(samples: Samples, ranks: dist.ProcessGroup | None) -> Tensor:
+    """Return for each response whether grpo_steps gives its group an advantage: [n] bool.
+
+    An advantage below 1e-5 is a rounding error of normalized numbers that cancel.
+    """
+    fields = samples.batch.fields
+    mask = fields["loss_mask"]
+    num_responses = len(samples)
+    sequence = torch.repeat_interleave(samples.held, samples.batch.cu_seqlens.diff())
+
+    def sum_by_response(x: Tensor) -> Tensor:
+        """Return the sum of x [T] over the tokens of each response: [n] float64."""
+        inside = torch.where(mask > 0, x, 0).double()
+        return sum_over_ranks(sum_by_sequence(inside, sequence, num_responses), ranks)
+
+    advantages, _ = grpo_steps(
+        rewards=fields["turn_rewards"],
+        mask=mask,
+        sequence=sequence,
+        num_sequences=num_responses,
+        outcome=samples.scores,
+        group=samples.group,
+        step_rewards=fields["turn_rewards"],
+        step_ends=fields["step_ends"],
+        sum_by_response=sum_by_response,
+    )
+    num_taught_tokens = sum_by_response((advantages.abs() > 1e-5).double())
+    _, index = samples.group.unique(return_inverse=True)
+    return sum_by_sequence(num_taught_tokens, index, num_responses)[index] > 0
 
 
 def weights_of_parts(config: DictConfig, samples: Samples) -> dict[str, float]:

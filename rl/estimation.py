@@ -182,7 +182,7 @@ def set_advantages(
         **off_policy_gap,
         **rejection.metrics,
         **value_metrics(samples, tokens),
-        **sample_metrics(config, samples),
+        **sample_metrics(config, samples, share),
         **samples.metrics,
         **share.metrics,
     }
@@ -453,13 +453,13 @@ def value_metrics(samples: Samples, tokens: ResponseTokens) -> Metrics:
     }
 
 
-def sample_metrics(config: DictConfig, samples: Samples) -> Metrics:
+def sample_metrics(config: DictConfig, samples: Samples, share: Share) -> Metrics:
     """Return metrics of the lengths, scores and failures; an episode counts once."""
     episodes = samples.episodes
     response_lengths = episodes.total(samples.response_lengths)
     prompt_lengths = episodes.choose(samples.lengths - samples.response_lengths)
     is_truncated = episodes.choose(samples.truncated)
-    is_informative = episodes.choose(informative_responses(config, samples))
+    is_informative = episodes.choose(informative_responses(config, samples, share.group))
     return {
         **spread("response_length", response_lengths.float()),
         **spread("prompt_length", prompt_lengths.float()),

@@ -283,7 +283,7 @@ class Roles:
             )
         else:
             source = BatchSource(self.config, respond, dataset, rows_of_batch, batch_index)
-        samples = collecting.collect(self.config, source)
+        samples = collecting.collect(self.config, source, self.host_group)
         return samples, source.batch_index
 
     def _start_partial(self, dataset, rows_of_batch: RowsOfBatch, step: int) -> PartialSampler:
@@ -348,7 +348,8 @@ class Roles:
         """Add the reward model's scores, if there is one, to the reward function's."""
         if self.reward_model is None:
             return samples
-        return scoring.add_to_scores(self.config, self._with_model_scores(samples))
+        scored = self._with_model_scores(samples)
+        return scoring.add_to_scores(self.config, scored, self.host_group)
 
     def _with_model_scores(self, samples: Samples) -> Samples:
         """Return samples with the reward model's scores as a part. vLLM must be asleep."""

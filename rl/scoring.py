@@ -102,8 +102,13 @@ class RewardModel:
         return share.gather_responses(scores)
 
 
-def add_to_scores(config: DictConfig, samples: Samples) -> Samples:
-    """Return samples whose scores include the reward model's, with metrics of these scores."""
+def add_to_scores(
+    config: DictConfig, samples: Samples, group: dist.ProcessGroup | None = None
+) -> Samples:
+    """Return samples whose scores include the reward model's, with metrics of these scores.
+
+    group: gloo group of all ranks.
+    """
     scores_of_model = samples.parts[PART]
     parts = {name: part for name, part in samples.parts.items() if name != PART}
     if not parts and config.reward.function != NO_FUNCTION:
@@ -114,7 +119,7 @@ def add_to_scores(config: DictConfig, samples: Samples) -> Samples:
         metrics[f"reward/{name}/mean"] = part.mean().item()
     parts[PART] = scores_of_model
     scored = replace(samples, scores=scores, parts=parts, metrics=metrics)
-    is_informative = informative_responses(config, scored)
+    is_informative = informative_responses(config, scored, group)
     metrics["reward/informative_groups"] = is_informative.float().mean().item()
     return scored
 

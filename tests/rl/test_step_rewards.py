@@ -13,6 +13,7 @@ import torch.distributed as dist
 from config import InputError
 from data.batching.plan import Plan
 from examples.arithmetic import make_rows, make_tokenizer
+from rl.collecting import informative_responses
 from rl.estimation import set_advantages
 from rl.settings import check_settings
 from rollout.sharing import Share
@@ -104,6 +105,59 @@ def test_grpo_steps_is_the_same_on_two_ranks(tmp_path):
     results = dict(flat(on_ranks(2, tmp_path, advantages_of_rank)))
     values = flat(results[i] for i in range(len(LENGTHS)))
     assert values == pytest.approx(flat(expected_advantages()), abs=1e-6)
+
+
+# Scores of three groups of two responses, their steps by position, and which groups teach anything.
+JUDGED_SCORES = [1.0, 1.0, 1.0, 0.0, 0.3, 0.3]
+JUDGED_STEPS = [
+    {0: 1.0, 1: -1.0},
+    {0: -1.0, 1: 1.0},
+    {1: 2.0},  # beside the steps, the scores are -1 and 0: both parts cancel
+    {1: 0.0},
+    {0: 0.1},
+    {0: 0.1},
+]
+JUDGED = [True, True, False, False, False, False]
+
+
+def make_judged_samples():
+    samples = make_samples([2] * 6, JUDGED_SCORES, [0, 0, 1, 1, 2, 2])
+    rewards = torch.zeros(len(samples.batch.input_ids))
+    ends = torch.zeros_like(rewards)
+    for start, placed in zip(samples.batch.cu_seqlens.tolist(), JUDGED_STEPS):
+        for position, reward in placed.items():
+            rewards[start + 2 + position] = reward
+            ends[start + 2 + position] = 1
+    samples.batch.fields |= {"turn_rewards": rewards, "step_ends": ends}
+    return samples
+
+
+def test_grpo_steps_judges_a_group_by_its_advantages():
+    config = configure("algorithm.adv_estimator=grpo_steps", STEPS)
+    samples = make_judged_samples()
+    assert informative_responses(config, samples).tolist() == JUDGED
+    by_score = informative_responses(configure(STEPS), samples)
+    assert by_score.tolist() == [False, False, True, True, False, False], "the score misjudges two"
+    fields, metrics = advantages(samples, "algorithm.adv_estimator=grpo_steps", STEPS)
+    of_response = split_by_response(samples, fields["advantages"])
+    assert [max(map(abs, values)) > 1e-5 for values in of_response] == JUDGED
+    assert metrics["reward/informative_groups"] == pytest.approx(1 / 3)
+
+
+def judged_on_rank(owner: list[int]) -> list[bool]:
+    """Return which responses are informative. owner: the rank that holds each of them."""
+    samples = make_judged_samples()
+    own = [i for i, rank in enumerate(owner) if rank == dist.get_rank()]
+    held_here = replace(
+        samples, owner=torch.tensor(owner), rank=dist.get_rank(), batch=samples.batch.select(own)
+    )
+    config = configure("algorithm.adv_estimator=grpo_steps", STEPS)
+    return informative_responses(config, held_here).tolist()
+
+
+@pytest.mark.parametrize("owner", [[0, 1, 0, 1, 0, 1], [0] * 6])
+def test_all_ranks_judge_the_groups_of_grpo_steps_alike(tmp_path, owner):
+    assert on_ranks(2, tmp_path, judged_on_rank, owner) == [JUDGED, JUDGED]
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1, 1e5])
