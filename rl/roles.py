@@ -377,7 +377,10 @@ class Roles:
         self.must_check_kv_cache = False
 
     def compute_log_probs(self, share: Share, step: int) -> None:
-        """Fill old_log_probs, ref_log_probs and the teacher's fields, if something reads them."""
+        """Fill old_log_probs, ref_log_probs and the teacher's fields, if something reads them.
+
+        step: from 0.
+        """
         fields = share.batch.fields
         if needs_old_log_probs(self.config, share.num_mini_batches, step):
             with self.profiler.stage("actor_compute_log_prob", self.actor):
@@ -390,7 +393,8 @@ class Roles:
             with self.profiler.stage("ref_compute_log_prob", self.actor):
                 with self.actor.without_adapters():
                     fields["ref_log_probs"] = updates.log_probs(self.actor, share.without_routes)
-        if self.teachers:
+        # The actor, and so its teachers, rest until the critic has warmed up.
+        if self.teachers and step >= self.config.critic.warmup_steps:
             with self.profiler.stage("teacher_compute", self.teachers.engine):
                 teacher.compute(self.teachers, share)
 

@@ -33,6 +33,7 @@ class RecordingEngine:
     """
 
     num_built = 0
+    head = SimpleNamespace(vocab_size=9)
 
     def __init__(self, config, device, total_steps, **options):
         RecordingEngine.num_built += 1
@@ -71,6 +72,13 @@ class RecordingEngine:
     def values(self, batch, micro_batches):
         self.batches.append(batch)
         return torch.full((2,), 10 * self.number)
+
+    def token_outputs(self, batch, head, micro_batches):
+        self.batches.append(batch)
+        return (torch.zeros(2, 3),)
+
+    def output_matrix(self):
+        return torch.zeros(9, 3)
 
     def export_weights(self, include_unused):
         return ("weights", self.has_adapters, include_unused)
@@ -227,7 +235,24 @@ def make_share():
     part = (None, SimpleNamespace(micro_batches=None))
     share = SimpleNamespace(parts=[part], batch=SimpleNamespace(fields={}), num_mini_batches=1)
     share.without_routes = share
+    share.teacher_batch = None
     return share
+
+
+def test_teachers_compute_nothing_while_the_critic_warms_up(make_roles):
+    """Their output matrices would stay on the device, because no update of the actor drops them."""
+    roles = make_roles(6, GAE, "critic.warmup_steps=2", "algorithm.distill.teacher=unused")
+    for step in range(2):
+        share = make_share()
+        roles.compute_log_probs(share, step)
+        assert roles.teachers.engine.batches == []
+        assert roles.teachers.matrices == []
+        assert "teacher_hidden" not in share.batch.fields
+    share = make_share()
+    roles.compute_log_probs(share, 2)
+    assert roles.teachers.engine.batches == [None]
+    assert len(roles.teachers.matrices) == 1
+    assert "teacher_hidden" in share.batch.fields
 
 
 def test_each_field_comes_from_the_engine_of_its_role(make_roles):
