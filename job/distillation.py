@@ -47,6 +47,7 @@ def check_distillation(config: DictConfig) -> None:
             "data.teacher_prompt_key"
         )
     if uses_teacher(config):
+        check_divergence_is_alone(config)
         return
     for key, default in read_defaults(CONFIGS / "sft.yaml").distill.items():
         value = config.distill[key]
@@ -54,6 +55,17 @@ def check_distillation(config: DictConfig) -> None:
             raise InputError(
                 f"distill.{key}={value} does nothing without distill.teacher: leave it out"
             )
+
+
+def check_divergence_is_alone(config: DictConfig) -> None:
+    """Raise InputError if distill.only leaves out one loss of the answers, but not another one."""
+    mtp = config.model.mtp
+    if config.distill.only and mtp.enable_train and not mtp.detach_encoder:
+        raise InputError(
+            "distill.only=true makes the divergence the whole loss, but with "
+            "model.mtp.enable_train=true the model also learns the answers through its MTP layers: "
+            "set model.mtp.detach_encoder=true, so that only these layers do, or distill.only=false"
+        )
 
 
 def check_models(config: DictConfig, world_size: int) -> Any:

@@ -58,13 +58,7 @@ def check_distillation(config: DictConfig) -> None:
     """Raise InputError for settings that have no effect with, or without, a teacher."""
     check_teacher_settings(config)
     if not config.algorithm.distill.only:
-        has_reward = config.rollout.episode or config.reward.model.path
-        if config.reward.function == NO_REWARD and not has_reward:
-            raise InputError(
-                "reward.function=none gives every response 0, so the policy loss teaches nothing: "
-                "set algorithm.distill.teacher and algorithm.distill.only=true to learn from a "
-                "teacher alone, set reward.model.path, or choose a reward"
-            )
+        check_has_reward(config)
         return
     for key in KEYS_OF_POLICY_LOSS:
         value = OmegaConf.select(config, key)
@@ -73,6 +67,25 @@ def check_distillation(config: DictConfig) -> None:
                 f"{key}={value} does nothing with algorithm.distill.only=true, which "
                 "leaves out the policy loss: leave out one of the two"
             )
+
+
+def check_has_reward(config: DictConfig) -> None:
+    """Raise InputError if the settings make every score 0."""
+    reward = config.reward
+    has_model = reward.model.path is not None
+    if reward.function != NO_REWARD or config.rollout.episode:
+        return
+    if not has_model:
+        raise InputError(
+            "reward.function=none gives every response 0, so the policy loss teaches nothing: "
+            "set algorithm.distill.teacher and algorithm.distill.only=true to learn from a "
+            "teacher alone, set reward.model.path, or choose a reward"
+        )
+    if reward.model.weight == 0:
+        raise InputError(
+            "reward.model.weight=0 and reward.function=none give every response 0, so the policy "
+            "loss teaches nothing: choose another weight, or a reward function"
+        )
 
 
 def check_teacher_settings(config: DictConfig) -> None:

@@ -189,6 +189,16 @@ def test_a_mistake_is_one_line(setting, message):
         check_distillation(configure(setting))
 
 
+def test_the_divergence_is_alone_in_the_gradient_of_the_model():
+    mtp = ["model.mtp.enable=true", "model.mtp.enable_train=true"]
+    alone = configure("distill.teacher=there", "distill.only=true", *mtp)
+    with pytest.raises(InputError, match="set model.mtp.detach_encoder=true, so that only these"):
+        check_distillation(alone)
+    detached = "model.mtp.detach_encoder=true"
+    check_distillation(configure("distill.teacher=there", "distill.only=true", *mtp, detached))
+    check_distillation(configure("distill.teacher=there", *mtp))
+
+
 def test_these_settings_are_right():
     check_distillation(configure())
     check_distillation(configure("distill.teacher=there", "distill.mode=jsd", "distill.top_k=8"))

@@ -428,6 +428,10 @@ MISTAKES = {
         ["reward.function=none"],
         "set algorithm.distill.teacher and algorithm.distill.only=true",
     ),
+    "no reward, and a reward model without weight": (
+        ["reward.function=none", "reward.model.path=there", "reward.model.weight=0"],
+        "reward.model.weight=0 and reward.function=none give every response 0",
+    ),
     "no reward, and a policy loss": (
         ["reward.function=none", TEACHER],
         "set algorithm.distill.teacher and algorithm.distill.only=true",

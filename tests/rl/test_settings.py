@@ -258,7 +258,7 @@ def test_what_contradicts_nothing_is_accepted(more):
 
 def test_every_requirement_in_the_comments_can_be_read_and_is_met_by_its_own_words():
     requirements = read_requirements(CONFIGS / "ppo.yaml")
-    assert len(requirements) == 58
+    assert len(requirements) == 59
     conditions = dict(requirements)
     assert [c.form for c in conditions["reference.path"]] == ["equals", "equals", "reads"]
     assert [c.form for c in conditions["validation"]] == ["is set", "above"]
