@@ -227,6 +227,15 @@ def test_rows_are_cut_and_counted(tmp_path, tokenizer, capsys):
     assert texts_of(left, 1, tokenizer)[0][1] == "5" * 60 + "<|im_end|>"
 
 
+def test_the_first_token_is_not_trained_even_if_its_prompt_is_cut_off(tmp_path, tokenizer):
+    """Nothing predicts it."""
+    long = {"prompt": "2+3?", "chosen": "5" * 90, "rejected": "6"}
+    dataset = load(tmp_path, [long], tokenizer, max_length=80, truncation="left")
+    (_, ids, mask), _ = dataset.sequences(0)
+    assert tokenizer.decode(ids).startswith("55")
+    assert mask[:2] == [0, 1]
+
+
 def test_a_pair_of_which_one_answer_is_cut_off_is_not_used_and_counted(tmp_path, tokenizer, capsys):
     long_prompt = {"prompt": "2" * 90, "chosen": "5", "rejected": "6"}
     dataset = load(

@@ -103,6 +103,26 @@ def test_a_rank_in_an_earlier_stage_is_named_by_a_waiting_one(make_ranks, exits,
     )
 
 
+@pytest.mark.parametrize("last_alive", [120.0, 60.0, 0.0])
+def test_the_time_in_a_stage_is_by_the_clock_of_the_rank_until_it_is_silent(
+    tmp_path, exits, monkeypatch, last_alive
+):
+    """It is seen after 0, 1 and 2 minutes, and has written no record after `last_alive` seconds."""
+    monkeypatch.setattr(heartbeat_module, "POLL_SECONDS", 60.0)
+    waiting = Heartbeat(tmp_path, 1, 1, 4.0, lambda: 0.0)
+    waiting.close()
+    monkeypatch.setattr(heartbeat_module, "POLL_SECONDS", 0.0)  # explaining takes no time
+    times = [0.0, 60.0, 120.0]
+    previous = []
+    for seconds in times:
+        records = [Record(0, 2, "reward", 7, since=0.0, alive=min(seconds, last_alive))]
+        waiting._count_polls(records, previous)
+        previous = records
+    (tmp_path / "node1").write_text(json.dumps(asdict(records[0])) + "\n")
+    place = "rank 0 on node1 was last seen in stage 'reward' of step 7"
+    assert waiting.explain_timeout() == (f"1 rank is missing: {place}, entered 2.0 minutes ago")
+
+
 @pytest.mark.parametrize("seconds_ahead", [3600, -3600])
 def test_a_late_rank_on_a_node_with_another_clock_is_named_in_time(
     make_ranks, exits, capfd, tmp_path, seconds_ahead

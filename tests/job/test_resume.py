@@ -7,8 +7,10 @@ import pytest
 
 from config import InputError, load
 from data import dataset, preference_dataset, prompts, reward_dataset
-from job.progress import Progress, identify, identify_tokens
+from engines.model.model_files import fingerprint
+from job.progress import Progress, identify, identify_adapters, identify_tokens
 from job.resume import IDENTITY_OF_REFERENCE, choose_checkpoint, find_resume
+from tests.support.models import make_model
 
 
 @pytest.mark.parametrize(
@@ -161,6 +163,16 @@ def test_what_identifies_a_run(pairs, key, value):
     shape = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8}
     identity = identify(config, SimpleNamespace(**shape), SimpleNamespace(name="0123"))
     assert identity[key] == value
+
+
+def test_adapters_belong_to_the_weights_of_the_actor_and_of_the_critic(tmp_path):
+    actor = make_model(tmp_path / "actor", "qwen3")
+    critic = make_model(tmp_path / "critic", "qwen3", num_hidden_layers=1)
+    pairs = [f"model.path={actor}", f"critic.path={critic}", "model.lora.rank=2"]
+    pairs += ["data.train_files=t", "reward.function=exact_match"]
+    identity = identify_adapters(load("ppo.yaml", pairs))
+    assert identity["frozen weights"] == fingerprint(actor)
+    assert identity["frozen weights of the critic"] == fingerprint(critic)
 
 
 @pytest.mark.parametrize("old, new", [("a", "a"), ("a", None), (None, "b")])

@@ -226,13 +226,16 @@ def test_validation_covers_every_row_before_and_after_training(finished):
     assert not any("val/loss" in line for line in steps)
 
 
-def test_a_row_of_several_ranks_is_validated_once(one_rank):
-    """The second row of each batch is reported by rank 1: this rank counts rows 0, 2 and 4."""
+@pytest.mark.parametrize("first, rows, num_exact", [([0, 1], [0, 2, 4], 3), ([1, 0], [1, 3], 0)])
+def test_a_row_of_several_ranks_is_validated_once(one_rank, first, rows, num_exact):
+    """The other rows of each batch are reported by rank 1."""
     engine = Engine()
-    engine.first = torch.tensor([0, 1])
+    engine.first = torch.tensor(first)
     metrics = train_sft.validate(engine, Dataset(5), 2)
-    loss = 0.5 * (0 + 2 + 4) / 3
-    assert metrics == pytest.approx({"val/loss": loss, "val/exact_match": 1.0})
+    lengths = [1 + row % 2 for row in rows]
+    loss = 0.5 * sum(row * length for row, length in zip(rows, lengths)) / sum(lengths)
+    assert metrics["val/loss"] == pytest.approx(loss)
+    assert metrics["val/exact_match"] == pytest.approx(num_exact / len(rows))
 
 
 def test_losses_and_entropies_of_micro_batches_add_up_to_means_over_trained_tokens():

@@ -231,6 +231,9 @@ def test_a_run_that_begins_anew_has_each_step_once(tmp_path):
         tracker.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 0, "val/loss": 1.0}, {"step": 1, "val/loss": 1.0}]
+    superseded = (tmp_path / "metrics.superseded.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in superseded]
+    assert lines == [{"step": 0, "val/loss": 2.0}, {"step": 1, "val/loss": 2.0}]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("val/loss")
     assert [(event.step, event.value) for event in events] == [(0, 1.0), (1, 1.0)]
 

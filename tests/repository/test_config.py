@@ -915,3 +915,9 @@ def test_a_process_ends_with_its_parent():
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         has_noticed = "which started this one, has ended" in result.stderr
         assert has_noticed == (moment == "late")
+
+
+def test_the_values_of_a_free_group_follow_its_rule():
+    arguments = ["model.path=m", "data.train_files=t", "reward.function=exact_match"]
+    with pytest.raises(InputError, match=r"algorithm.distill.teachers.math=3 must be a string"):
+        load("ppo.yaml", [*arguments, "algorithm.distill.teachers.math=3"])

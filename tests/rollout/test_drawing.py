@@ -34,14 +34,16 @@ from tests.support.ranks import on_ranks
 
 NUM_ROWS = 7
 ROWS = [6, 2, 3, 0, 5]
-FAILING_ROW = 3
+FAILING_ROW = 6
 NUM_SAMPLES = 2
+# It allows one failure of the 10 responses of all ranks, but none of a single rank's share.
+MAX_FAILURE_RATE = 0.15
 MAX_TOKENS = 6
 FIRST_GROUP = 40
 END = 257  # ends a response in the tokenizer of examples/arithmetic.py
 REWARD = """
 def score(prompt, response, row):
-    if row["number"] == 3 and response.endswith("1"):
+    if row["number"] == 6 and response.endswith("1"):
         raise ValueError(f"no reward for {response}")
     return {"tens": int(response[1]) * 10, "units": len(response)}
 """
@@ -106,7 +108,7 @@ def draw_by_hand(config, num_replicas: int) -> tuple[Samples, list, list, list]:
     ranks_per_replica = dist.get_world_size() // num_replicas
     assignment = assign(request, dist.get_rank() // ranks_per_replica, num_replicas)
     with closing(Grader(config)) as grader:
-        sampler = Sampler(None, grader, make_tokenizer(), None, 0.5, True)
+        sampler = Sampler(None, grader, make_tokenizer(), None, MAX_FAILURE_RATE, True)
         generation = generate_by_hand(request, assignment)
         graded = sampler.grade(request, assignment, generation)
         samples, is_graded = sampler.share(request, assignment, generation, graded)

@@ -103,6 +103,29 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest(folder):
     assert {"lm_head.weight", "model.embed_tokens.weight"} < of_adamw
 
 
+OWN_RATES = """
+import torch
+
+def slow_vectors(params, lr, **_):
+    for group in params:
+        group["lr"] = lr if group["weight_decay"] else lr / 4
+    return torch.optim.SGD(params, lr=lr)
+"""
+
+
+@pytest.mark.slow  # it trains a model
+@pytest.mark.usefixtures("process_group")
+def test_an_optimizer_of_the_user_keeps_the_ratios_of_its_learning_rates(folder, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_RATES)
+    settings = [f"optim.name={tmp_path}/own.py:slow_vectors", "optim.weight_decay=0.1"]
+    schedule = ["optim.lr=0.01", "optim.lr_warmup_steps_ratio=0.5"]
+    engine = build(folder / "qwen3", torch.device("cpu"), more=[*settings, *schedule])
+    (step,) = train(engine, range(1))
+    assert step["lr"] < 0.01, "it warms up"
+    rates = {g["weight_decay"]: g["lr"] for g in engine.optimizers[0].param_groups}
+    assert rates == pytest.approx({0.1: step["lr"], 0.0: step["lr"] / 4})
+
+
 def host_memory(engine: FSDPEngine) -> tuple[list[int], int]:
     """Offload; return the addresses of the host memory, and the bytes left in the tensors."""
     engine.offload("parameters", "optimizer")
