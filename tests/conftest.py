@@ -99,10 +99,14 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture
 def own_signals() -> Iterator[None]:
-    """Restore this process's signal handlers, which an Agreement replaces."""
+    """Restore this process's signal handlers, which an Agreement replaces.
+
+    An Agreement leaves ignored signals alone, and a shell's background jobs ignore Ctrl-C.
+    """
     from job.signals import STOPPING
 
     handlers = {number: signal.getsignal(number) for number in STOPPING}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

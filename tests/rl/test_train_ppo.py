@@ -826,7 +826,7 @@ def test_a_loop_of_your_own_learns_the_same_to_the_last_bit(loops):
     for line, expected_line in zip(own, expected):
         assert line.items() <= expected_line.items()
     assert own[1]["actor/grad_norm"] > 0
-    (expected_times, own_times) = (metrics(out)[1].keys() for out in loops)
+    (expected_times, own_times) = (metrics(out)[2].keys() for out in loops)
     stages = {"timing/wake", "timing/rollout_generate", "timing/divide", "timing/actor_update"}
     assert stages <= own_times
     assert stages <= expected_times
