@@ -220,14 +220,16 @@ def tokenize_files(
 def forking_workers() -> Iterator[None]:
     """Within this block, make forked processes end when this process ends."""
     # Imported modules hold a million objects, which the workers' garbage collectors would visit
-    # again and again.
+    # again and again. What the caller has frozen stays frozen, since Python can only unfreeze all.
+    was_frozen = gc.get_freeze_count() > 0
     gc.freeze()
     PARENT_OF_WORKERS.append(os.getpid())
     try:
         yield
     finally:
         PARENT_OF_WORKERS.clear()
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def tokenize_file(source: Source, spec: CacheSpec, chat: ChatTokenizer, options, work: Path):

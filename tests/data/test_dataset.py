@@ -4,6 +4,7 @@ Which rows are kept, which errors name file and line, and when a cache is used a
 """
 
 import csv
+import gc
 import gzip
 import json
 import multiprocessing
@@ -28,6 +29,7 @@ from data import dataset as dataset_module
 from data.cache import ensure_cached
 from data.dataset import TokenDataset, tokenize
 from data.lengths import kept_tokens
+from data.tokenization import forking_workers
 
 CHATML = """
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}
@@ -814,3 +816,19 @@ def test_an_abandoned_folder_is_removed_and_one_in_use_is_not(tmp_path):
         holder.communicate()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "used.x.lock", "used.x.tmp"]
     assert (tmp_path / "new" / "sums.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_tokenizing_unfreezes_only_what_it_froze_itself(is_frozen):
+    """A fork freezes what it must not destroy, and then tokenizes."""
+    gc.unfreeze()
+    try:
+        if is_frozen:
+            gc.freeze()
+        num_frozen = gc.get_freeze_count()
+        with forking_workers():
+            assert gc.get_freeze_count() > 0
+        assert (gc.get_freeze_count() > 0) == is_frozen
+        assert gc.get_freeze_count() >= num_frozen
+    finally:
+        gc.freeze()  # as the suite's start did

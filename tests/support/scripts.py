@@ -1,6 +1,5 @@
 """Run a script's main() on one rank, in a fork of the test's process, which starts nothing."""
 
-import faulthandler
 import gc
 import json
 import multiprocessing
@@ -33,32 +32,18 @@ def run_in_fork(
         arguments: key=value pairs.
         log: the file that its output is written to.
     """
-    exit_code = start_fork(main, defaults, arguments, log)
-    if exit_code is not None and exit_code < 0:
-        # A library's threads do not survive a fork, which can crash it: see faulthandler's lines.
-        print(f"a fork died of signal {-exit_code}, and is started once more:\n{log.read_text()}")
-        log.unlink()
-        exit_code = start_fork(main, defaults, arguments, log)
-    printed = log.read_text()
-    assert exit_code == 0, f"exit code {exit_code}: {printed}"
-    return printed
-
-
-def start_fork(
-    main: Callable[[DictConfig], None], defaults: str, arguments: list[str], log: Path
-) -> int | None:
-    """Run a script in a fork, and return its exit code; negative for a signal, None if it hangs."""
     context = multiprocessing.get_context("fork")
     process = context.Process(target=run_here, args=(main, defaults, arguments, log))
     process.start()
     process.join(SECONDS)
-    return process.exitcode
+    printed = log.read_text()
+    assert process.exitcode == 0, f"exit code {process.exitcode}: {printed}"
+    return printed
 
 
 def run_here(
     main: Callable[[DictConfig], None], defaults: str, arguments: list[str], log: Path
 ) -> None:
-    faulthandler.enable(open(log, "a"))
     gc.freeze()  # what earlier tests left may not be destroyed in a fork
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
