@@ -6,11 +6,9 @@ Only rank 0 tokenizes. It imports Hugging Face datasets and pyarrow only if ther
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config import InputError, die_with
+from config import InputError
 from data.cache import WITH_ROWS, cache_key, ensure_cached
 from data.chat.encoding import RowCoroutine, encode_together
 from data.chat.tokenizer import ChatTokenizer
@@ -32,6 +30,7 @@ from data.records import tokenize_row_and_keep, write_records
 from data.selection import Selection, as_selection
 from data.shapes import SHAPES
 from data.sources import write_file_rows
+from data.workers import forking_workers
 
 # The additional columns for a vision-language model, with the values for a row without images.
 NO_IMAGES = {"pixels": b"", "image_sizes": [], "image_files": [], "cut": False}
@@ -39,16 +38,6 @@ USES = "uses.json"
 ROWS_PER_CALL = 100  # of tokenize_rows()
 MAX_SERIAL_ROWS = 2000  # for fewer rows, starting worker processes takes longer than tokenizing
 MAX_PROCESSES = 8
-# The id of this process while it forks workers, for die_with_parent().
-PARENT_OF_WORKERS: list[int] = []
-
-
-def die_with_parent() -> None:
-    for parent in PARENT_OF_WORKERS:
-        die_with(parent)
-
-
-os.register_at_fork(after_in_child=die_with_parent)
 
 
 class CacheSpec(NamedTuple):
@@ -214,22 +203,6 @@ def tokenize_files(
         if table["error"].null_count < len(table):
             raise InputError(table["error"].drop_null()[0].as_py())
     return tables
-
-
-@contextmanager
-def forking_workers() -> Iterator[None]:
-    """Within this block, make forked processes end when this process ends."""
-    # Imported modules hold a million objects, which the workers' garbage collectors would visit
-    # again and again. What the caller has frozen stays frozen, since Python can only unfreeze all.
-    was_frozen = gc.get_freeze_count() > 0
-    gc.freeze()
-    PARENT_OF_WORKERS.append(os.getpid())
-    try:
-        yield
-    finally:
-        PARENT_OF_WORKERS.clear()
-        if not was_frozen:
-            gc.unfreeze()
 
 
 def tokenize_file(source: Source, spec: CacheSpec, chat: ChatTokenizer, options, work: Path):

@@ -29,7 +29,7 @@ from data import dataset as dataset_module
 from data.cache import ensure_cached
 from data.dataset import TokenDataset, tokenize
 from data.lengths import kept_tokens
-from data.tokenization import forking_workers
+from data.workers import forking_workers
 
 CHATML = """
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}
