@@ -7,6 +7,7 @@ from pathlib import Path
 
 from examples.arithmetic import make_rows, make_tokenizer
 from tests.support.models import make_model
+from tests.support.scripts import change_description
 
 NUM_ROWS = 44
 BATCH_SIZE = 8
@@ -28,6 +29,14 @@ def make_assets(directory: Path, kind: str = "qwen3") -> None:
     write_rows(directory / "val.jsonl", [make_pair(*x) for x in enumerate(val[:12])])
     labels = [row | {"label": i % 3 > 0} for i, row in enumerate(train[:NUM_ROWS])]
     write_rows(directory / "labels.jsonl", labels)
+
+
+def add_long_pair(directory: Path) -> None:
+    """Write long.jsonl, a pair longer than the model allows, which also has an MTP layer now."""
+    change_description(directory / "model", max_position_embeddings=90, num_nextn_predict_layers=1)
+    row = json.loads((directory / "train.jsonl").read_text().splitlines()[0])
+    answer = [{"role": "assistant", "content": "1" * 100}]
+    write_rows(directory / "long.jsonl", [row | {"chosen": answer}])
 
 
 def longest_first_sampler(directory: Path) -> str:

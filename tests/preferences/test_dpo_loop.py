@@ -27,26 +27,6 @@ def test_each_stage_has_its_engine(loop):
     loops.check_each_stage_has_its_engine(loop, {"data": False, "validate": True, "save": False})
 
 
-def test_it_validates_before_training_and_as_often_as_it_should(loop):
-    loops.check_validations(loop)
-
-
-@pytest.mark.parametrize("begins_anew", [True, False])
-def test_validation_before_training_is_for_new_runs_that_want_it(loop, begins_anew):
-    loops.check_validation_before_training_is_for_new_runs(loop, begins_anew)
-
-
-def test_a_step_is_logged_before_it_is_saved(loop):
-    loops.check_a_step_is_logged_before_it_is_saved(loop)
-
-
-def test_a_signal_ends_the_loop_with_a_checkpoint(loop):
-    loops.check_a_signal_ends_the_loop_with_a_checkpoint(loop)
-
-
-def test_skipped_steps_end_the_run(loop):
-    loops.check_skipped_steps_end_the_run(loop)
-
-
-def test_a_run_that_skips_all_steps_is_an_error(loop):
-    loops.check_a_run_that_skips_all_steps_is_an_error(loop)
+@pytest.mark.parametrize("check", loops.CHECKS, ids=lambda check: check.__name__)
+def test_the_loop_does_what_all_loops_do(loop, check):
+    check(loop)

@@ -1,6 +1,5 @@
 """What train_dpo.py sets up before its models, on one rank."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,9 @@ from data.preference_dataset import OPTIONS
 from engines.model.model_files import fingerprint
 from job.run import Run
 from preferences.settings import check_settings
-from tests.preferences.assets import NUM_ROWS, arguments, make_assets
+from tests.preferences.assets import NUM_ROWS, add_long_pair, arguments, make_assets
 from tests.support.scripts import (
     CHANGED,
-    change_description,
     check_changed_settings,
     set_up_in_fork,
 )
@@ -29,10 +27,7 @@ def assets(tmp_path_factory) -> Path:
     """Pairs for training; labelled answers and a long pair for validation."""
     directory = tmp_path_factory.mktemp("assets")
     make_assets(directory)
-    change_description(directory / "model", max_position_embeddings=90, num_nextn_predict_layers=1)
-    row = json.loads((directory / "train.jsonl").read_text().splitlines()[0])
-    answer = [{"role": "assistant", "content": "1" * 100}]
-    (directory / "long.jsonl").write_text(json.dumps(row | {"chosen": answer}) + "\n")
+    add_long_pair(directory)
     return directory
 
 

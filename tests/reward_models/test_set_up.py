@@ -1,6 +1,5 @@
 """What train_rm.py sets up before its model, on one rank."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,10 @@ import train_rm
 from data.reward_dataset import OPTIONS
 from job.run import Run
 from reward_models.settings import ROLE, check_settings
-from tests.reward_models.assets import NUM_ROWS, arguments, make_reward_assets
+from tests.preferences.assets import NUM_ROWS, add_long_pair, arguments
+from tests.reward_models.assets import make_reward_assets
 from tests.support.scripts import (
     CHANGED,
-    change_description,
     check_changed_settings,
     set_up_in_fork,
 )
@@ -28,10 +27,7 @@ def assets(tmp_path_factory) -> Path:
     """Pairs for training; scored answers and a long pair for validation."""
     directory = tmp_path_factory.mktemp("assets")
     make_reward_assets(directory)
-    change_description(directory / "model", max_position_embeddings=90, num_nextn_predict_layers=1)
-    row = json.loads((directory / "train.jsonl").read_text().splitlines()[0])
-    answer = [{"role": "assistant", "content": "1" * 100}]
-    (directory / "long.jsonl").write_text(json.dumps(row | {"chosen": answer}) + "\n")
+    add_long_pair(directory)
     return directory
 
 

@@ -1,4 +1,4 @@
-"""The loops of train_dpo.py and train_rm.py, with an engine that computes nothing."""
+"""The loops of fine-tuning, with an engine that computes nothing, and what all of them do."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -216,13 +216,18 @@ def check_validations(loop: Loop) -> None:
     assert loop.lines[0].keys() == {"step", "val/loss", "timing/validate"}
 
 
-def check_validation_before_training_is_for_new_runs(loop: Loop, begins_anew: bool) -> None:
-    """Check that nothing is validated first if a run resumes or trainer.val_before_train=false."""
+def check_a_new_run_need_not_validate_before_training(loop: Loop) -> None:
+    configure(loop, val_before_train=False)
+    check_only_the_end_is_validated(loop)
+
+
+def check_a_resumed_run_does_not_validate_before_training(loop: Loop) -> None:
+    loop.run.progress.step = 1
+    check_only_the_end_is_validated(loop)
+
+
+def check_only_the_end_is_validated(loop: Loop) -> None:
     loop.run.val = Dataset(NUM_VAL_ROWS)
-    if begins_anew:
-        configure(loop, val_before_train=False)
-    else:
-        loop.run.progress.step = 1
     first_step = loop.run.progress.step + 1
     loop.train()
     assert [line["step"] for line in loop.lines] == [*range(first_step, 4)]
@@ -259,3 +264,15 @@ def check_a_run_that_skips_all_steps_is_an_error(loop: Loop) -> None:
     loop.trainer.skips = lambda step: True
     with pytest.raises(InputError, match="not finite in 3 of 3 updates"):
         loop.train()
+
+
+# The checks that are the same for all loops. A test of each loop calls them one by one.
+CHECKS = (
+    check_validations,
+    check_a_new_run_need_not_validate_before_training,
+    check_a_resumed_run_does_not_validate_before_training,
+    check_a_step_is_logged_before_it_is_saved,
+    check_a_signal_ends_the_loop_with_a_checkpoint,
+    check_skipped_steps_end_the_run,
+    check_a_run_that_skips_all_steps_is_an_error,
+)
