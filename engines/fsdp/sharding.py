@@ -59,11 +59,12 @@ def is_sharded(config: DictConfig, world_size: int) -> bool:
 def is_one_unit(config: DictConfig, layers: list[nn.Module], world_size: int) -> bool:
     """Return whether FSDP treats the whole model as one unit, instead of each layer.
 
-    FSDP's work around each layer costs the host some 3 ms per micro-batch, which is half of a small
-    model's step. It is only needed to gather weights and to reduce gradients layer by layer. With
-    ZeRO-2, all weights stay gathered anyway. If there are no other ranks, or if gradients are
-    summed over ranks once per step, one unit serves as well. The price is memory for a copy of all
-    gradients, so a model with large layers, whose computation hides this work, keeps its units.
+    For each layer and micro-batch, FSDP keeps the host busy for some 3 ms. In a small model, the
+    GPU waits for it half of the time. Units are only needed to gather weights and to reduce
+    gradients layer by layer. With ZeRO-2, all weights stay gathered anyway. So if gradients are
+    reduced once per step, or there are no other ranks, one unit serves as well. Its price is memory
+    for a copy of all gradients. A model with large layers, whose computation hides FSDP's work,
+    keeps its units.
     """
     engine = config.engine
     if engine.reshard_after_forward or engine.cpu_offload:
