@@ -17,15 +17,19 @@ import argparse
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.harness import (
     ROOT,
@@ -39,13 +43,29 @@ from benchmarks.recipe_curves import draw, read_curves
 
 RECIPES = ROOT / "examples" / "recipes"
 # The scripts of recipes whose names end like this; the others are for train_ppo.py.
-SCRIPTS = {"sft": "train_sft.py", "dpo": "train_dpo.py", "rm": "train_rm.py"}
+SCRIPTS = {
+    "sft": "train_sft.py",
+    "dpo": "train_dpo.py",
+    "ipo": "train_dpo.py",
+    "kto": "train_dpo.py",
+    "simpo": "train_dpo.py",
+    "orpo": "train_dpo.py",
+    "rm": "train_rm.py",
+    "loop": "examples/loop.py",
+    "play": "examples/self_play.py",
+}
+# A recipe that only contains what differs from another one differs from the one with this name.
+BASES = {"train_sft.py": "sft", "train_dpo.py": "dpo", "train_rm.py": "rm"}
+# The model that another recipe exports.
+EXPORT = re.compile(r"runs/recipes/(\w+)/hf")
 # The scores of validations have the name of the reward function, or of the episode's.
 SCORES = (
     "val/rewards/accuracies",
     "val/accuracy",
     "val/score",
     "val/score_and_format",
+    "val/score_and_bare_number",
+    "val/score_lines",
     "val/solve",
     "val/play",
 )
@@ -55,6 +75,8 @@ KEPT = (
     "score/mean",
     "reward/correct/mean",
     "reward/format/mean",
+    "reward/bare/mean",
+    "reward/model/mean",
     "response_length/mean",
     "response_length/clip_ratio",
     "episodes/turns/mean",
@@ -65,11 +87,16 @@ KEPT = (
     "actor/entropy",
     "actor/grad_norm",
     "rollout_corr/log_prob_gap",
+    "rollout_corr/routing_mismatch",
     "response_length/max",
     "partial/age_0/tokens",
     "partial/carried_groups",
     "partial/stale_drops",
     "distill/divergence",
+    "distill/divergence/chain_sum",
+    "distill/divergence/gsm_symbolic",
+    "game/winnings",
+    "game/against_frozen",
     "actor/lr",
     "train/loss",
     "train/lr",
@@ -111,31 +138,44 @@ class Run:
         return ROOT / "runs" / "recipes" / self.recipe / f"seed_{self.seed}"
 
     @property
-    def sft_run(self) -> "Run | None":
-        """The run whose export this recipe starts from, if it is not the pretrained model."""
-        task, _, algorithm = self.recipe.partition("_")
-        sft_recipe = f"{task}_sft"
-        if algorithm == "sft" or not (RECIPES / f"{sft_recipe}.yaml").exists():
-            return None
-        return Run(sft_recipe, self.seed)
+    def script(self) -> str:
+        return SCRIPTS.get(self.recipe.rpartition("_")[2], "train_ppo.py")
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of the recipe: its own, after the one that it differs from."""
+        own = RECIPES / f"{self.recipe}.yaml"
+        task = self.recipe.partition("_")[0]
+        base = RECIPES / f"{task}_{BASES.get(self.script, 'grpo')}.yaml"
+        return [base, own] if base.exists() and base != own else [own]
+
+    def exports(self) -> dict[str, "Run"]:
+        """Return the runs whose exports this recipe reads, by the keys that name them."""
+        config = OmegaConf.unsafe_merge(*map(OmegaConf.load, self.files))
+        found = {key: EXPORT.fullmatch(str(value)) for key, value in leaves(config)}
+        return {key: Run(match[1], self.seed) for key, match in found.items() if match}
 
     def command(self, settings: list[str]) -> list[str]:
         """Return the command of the recipe's header, with this seed and folder."""
-        script = SCRIPTS.get(self.recipe.rpartition("_")[2], "train_ppo.py")
-        files = [RECIPES / f"{self.recipe}.yaml"]
-        base = RECIPES / f"{self.recipe.partition('_')[0]}_grpo.yaml"
-        if script == "train_ppo.py" and base not in files:
-            files.insert(0, base)
-        start = [] if self.sft_run is None else [f"model.path={self.sft_run.folder}/hf"]
+        models = [f"{key}={run.folder}/hf" for key, run in self.exports().items()]
         return [
             *torchrun_command(1),
-            script,
-            *map(str, files),
+            self.script,
+            *map(str, self.files),
             f"trainer.seed={self.seed}",
             f"output_dir={self.folder}",
-            *start,
+            *models,
             *settings,
         ]
+
+
+def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the dotted key and the value of every setting; lists are values."""
+    for name, value in config.items():
+        if isinstance(value, DictConfig):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def kept(metrics: dict) -> dict:
@@ -198,8 +238,9 @@ def run_all(arguments: argparse.Namespace) -> list[Run]:
     ended = {run.name: threading.Event() for run in runs}
 
     def execute_in_slot(run: Run) -> None:
-        if run.sft_run is not None and run.sft_run.name in ended:
-            ended[run.sft_run.name].wait()
+        for needed in run.exports().values():
+            if needed.name in ended:
+                ended[needed.name].wait()
         gpu = slots.get()
         try:
             execute(run, settings, gpu, deadline)

@@ -10,7 +10,8 @@ longest of a few hundred replies has ten times as many tokens as the mean one.
 `build` writes train.jsonl with n problems and val.jsonl with n_val others, the same ones for the
 same arguments. A row has the columns `messages`, whose last one is the worked reply, and `lines`,
 the lines of this reply. The reward function is examples/chains.py:score: the share of lines that
-are right before the first error.
+are right before the first error. `score_lines` gives the same score line by line
+(reward.step_rewards=true).
 """
 
 import argparse
@@ -40,14 +41,36 @@ def score(response: str, row: dict) -> float:
 
     A response with too many lines does not get the full score.
     """
-    lines = row["lines"]
     written_lines = response.strip().split("\n")
-    num_right = 0
-    for written, expected in zip(written_lines, lines):
+    num_lines = max(len(written_lines), len(row["lines"]))
+    return len(right_lines(response, row)) / num_lines
+
+
+def right_lines(response: str, row: dict) -> list[str]:
+    """Return the lines of a response before its first error."""
+    lines = []
+    for written, expected in zip(response.strip().split("\n"), row["lines"]):
         if written != expected:
             break
-        num_right += 1
-    return num_right / max(len(written_lines), len(lines))
+        lines.append(written)
+    return lines
+
+
+def score_lines(response: str, row: dict) -> tuple[float, list[tuple[int, float]]]:
+    """Return the score, and where in the response it is earned: at the end of each right line.
+
+    Each step is the number of characters up to the end of a right line, and the line's part of the
+    score.
+    """
+    total = score(response, row)
+    lines = right_lines(response, row)
+    end = len(response) - len(response.lstrip())
+    steps = []
+    for line in lines:
+        end += len(line)
+        steps.append((end, total / len(lines)))
+        end += len("\n")
+    return total, steps
 
 
 def draw_num_steps(rng: random.Random, options: Options) -> int:

@@ -7,20 +7,23 @@
 
 `build` writes DIR/train.jsonl with n rows and DIR/val.jsonl with n_val rows (200). No question is
 in both files or twice in one. With pairs=true it also writes DIR/train_pairs.jsonl and
-DIR/val_pairs.jsonl for preference training: each reply, and the same reply with one number changed.
+DIR/val_pairs.jsonl for preference training: each reply, and the same reply with one number changed
+by 1, 2, 3 or 10.
 `seed` (0) changes the questions. `max_characters=360` keeps only
 problems whose question and reply together are at most that long. All other settings go to the task:
 a wrong one is an error that lists those it knows. The same arguments always give the same files.
 
 A row has these columns:
     messages   the question, and the worked solution if the task has one, otherwise the answer
+    with_hint  the question with its answer as a hint, for a teacher that may know it
     answer     the expected answer, a string
     task       the name of the task, such as gsm_symbolic
     metadata   the rest of what the task's scorer may need, as JSON text
 
 `score` is the reward function: reward.function=examples/reasoning.py:score. It finds the answer at
 the end of a response and hands it to the task's own `score_answer`. `score_and_format` adds a part
-for responses that end in "#### ANSWER", as worked solutions do.
+for responses that end in "#### ANSWER", as worked solutions do, and `score_and_bare_number` one for
+responses that are a number and nothing else.
 
 `ask` prints a model's greedy replies to the first questions of a file, and their scores. MODEL is a
 directory in Hugging Face format, a PEFT adapter, or a name on the hub.
@@ -126,6 +129,12 @@ def score_and_format(response: str, row: dict) -> dict[str, float]:
     }
 
 
+def score_and_bare_number(response: str, row: dict) -> dict[str, float]:
+    """Return the score, and whether the response is a number and nothing else."""
+    is_number = re.fullmatch(NUMBER, response.strip()) is not None
+    return {"correct": score(response, row), "bare": float(is_number)}
+
+
 def ends_in_marked_answer(response: str) -> bool:
     """Return whether the response's only "####" is in its last line, before an answer."""
     last_line = response.strip().rpartition("\n")[2]
@@ -140,12 +149,14 @@ def make_row(entry: dict, task: str) -> dict:
     metadata = dict(entry["metadata"])
     answer = str(entry["answer"])
     reply = metadata.pop("answer_cot", answer)
+    question = entry["question"].strip()
     messages = [
-        {"role": "user", "content": entry["question"].strip()},
+        {"role": "user", "content": question},
         {"role": "assistant", "content": reply},
     ]
     return {
         "messages": messages,
+        "with_hint": f"{question}\nHint: the answer is {answer}.",
         "answer": answer,
         "task": task,
         "metadata": json.dumps(metadata, default=str),
@@ -206,7 +217,11 @@ def make_pair(row: dict, rng: random.Random) -> dict:
     if not numbers:
         raise ValueError(f"pairs=true needs replies with numbers: {row['task']} has {text!r}")
     number = rng.choice(numbers)
-    wrong = int(number[0]) + rng.choice((1, 2, 3, 10))
+    right = int(number[0])
+    distance = rng.choice((1, 2, 3, 10))
+    # Both directions, so that a reward model cannot learn that smaller numbers are better.
+    is_smaller = right >= distance and rng.random() < 0.5
+    wrong = right - distance if is_smaller else right + distance
     rejected = f"{text[: number.start()]}{wrong}{text[number.end() :]}"
     return {
         "prompt": [question],

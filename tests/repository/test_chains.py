@@ -49,6 +49,25 @@ def test_the_score_is_the_share_of_lines_before_the_first_error(response, expect
     assert chains.score(response, row) == expected
 
 
+@pytest.mark.parametrize(
+    "response, ends",
+    [
+        ("1 + 2 = 3\n3 - 4 = -1\n#### -1", [9, 20, 28]),
+        ("\n 1 + 2 = 3\n3 - 4 = -1\n#### -1\n", [11, 22, 30]),
+        ("1 + 2 = 3\n3 - 4 = 1\n#### -1", [9]),
+        ("", []),
+    ],
+)
+def test_each_right_line_is_rewarded_where_it_ends(response, ends):
+    row = {"lines": ["1 + 2 = 3", "3 - 4 = -1", "#### -1"]}
+    total, steps = chains.score_lines(response, row)
+    assert total == chains.score(response, row)
+    assert [end for end, _ in steps] == ends
+    assert sum(reward for _, reward in steps) == pytest.approx(total)
+    for (end, _), line in zip(steps, row["lines"]):
+        assert response[:end].endswith(line)
+
+
 def test_build_writes_different_problems_to_both_files(tmp_path, capsys):
     chains.build(tmp_path, chains.read_options(["n=30", "n_val=10", "median=2"]))
     files = [tmp_path / "train.jsonl", tmp_path / "val.jsonl"]

@@ -51,6 +51,7 @@ def test_rows_differ_and_their_own_replies_are_right(tmp_path, settings):
 
 def test_pairs_differ_in_one_number(tmp_path):
     rows = build(tmp_path, task="gsm_symbolic", pairs=True)
+    signs = set()
     for name in ("train", "val"):
         for row, pair in zip(rows[name], rows[f"{name}_pairs"], strict=True):
             assert pair["prompt"] == row["messages"][:1]
@@ -58,7 +59,11 @@ def test_pairs_differ_in_one_number(tmp_path):
             texts = [pair[side][0]["content"] for side in ("chosen", "rejected")]
             right, wrong = (re.findall(r"\d+", text) for text in texts)
             assert re.sub(r"\d+", "N", texts[0]) == re.sub(r"\d+", "N", texts[1])
-            assert sum(a != b for a, b in zip(right, wrong, strict=True)) == 1
+            changes = [int(b) - int(a) for a, b in zip(right, wrong, strict=True) if a != b]
+            assert len(changes) == 1
+            assert abs(changes[0]) in (1, 2, 3, 10)
+            signs.add(changes[0] > 0)
+    assert signs == {True, False}
     with pytest.raises(ValueError, match="pairs=true needs replies with numbers: spell_backward"):
         build(tmp_path / "texts", task="spell_backward", pairs=True)
 
@@ -128,6 +133,30 @@ def test_score_and_format_are_separate(response, correct, has_format):
     parts = reasoning.score_and_format(response, row)
     assert parts["format"] == has_format
     assert (parts["correct"] == 1.0) == bool(correct)
+
+
+@pytest.mark.parametrize(
+    "response, correct, is_bare",
+    [
+        ("5", 1.0, 1.0),
+        (" 5\n", 1.0, 1.0),
+        ("-6", 0.0, 1.0),
+        ("The answer is 5", 1.0, 0.0),
+        ("5 5", 1.0, 0.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_a_bare_number_is_a_part_of_its_own(response, correct, is_bare):
+    row = {"answer": "5", "task": "chain_sum", "metadata": "{}"}
+    parts = reasoning.score_and_bare_number(response, row)
+    assert parts["bare"] == is_bare
+    assert (parts["correct"] == 1.0) == bool(correct)
+
+
+def test_a_hint_has_the_question_and_the_answer(tmp_path):
+    for row in build(tmp_path, task="chain_sum")["train"]:
+        assert row["with_hint"].startswith(question_of(row))
+        assert row["with_hint"].endswith(f"the answer is {row['answer']}.")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from omegaconf import OmegaConf
 from PIL import Image
 
 from benchmarks import recipes
@@ -26,6 +27,45 @@ SCORES = {
     "tools_grpo": "val/solve",
     "game_sft": "val/loss",
     "game_grpo": "val/play",
+    "gsm_distill_sft": "val/exact_match",
+    "gsm_ipo": "val/rewards/accuracies",
+    "gsm_kto": "val/rewards/accuracies",
+    "gsm_simpo": "val/rewards/accuracies",
+    "gsm_orpo": "val/rewards/accuracies",
+    "sums_rm": "val/accuracy",
+    "sums_reward_model": "val/score_and_bare_number/correct",
+    "sums_gdpo": "val/score_and_bare_number/correct",
+    "chains_steps": "val/score_lines",
+    "self_play": "game/against_frozen",
+}
+# Recipes on sums whose data, rewards or models differ from those of sums_grpo, too.
+OTHER_TASKS = {
+    "sums_experts",
+    "sums_gdpo",
+    "sums_pass_at_k",
+    "sums_replay",
+    "sums_reward_model",
+    "sums_rm",
+    "sums_self",
+    "sums_teachers",
+}
+# Where a recipe gets a model that another recipe exports, and which one.
+EXPORTS = {
+    "gsm_rm": {"model.path": "gsm_sft"},
+    "gsm_kto": {"model.path": "gsm_sft"},
+    "gsm_orpo": {},
+    "gsm_distill_sft": {"distill.teacher": "gsm_sft"},
+    "chains_steps": {"model.path": "chains_sft"},
+    "tools_grpo": {"model.path": "tools_sft"},
+    "game_grpo": {"model.path": "game_sft"},
+    "sums_dapo": {},
+    "sums_distill": {"algorithm.distill.teacher": "sums_grpo"},
+    "sums_teachers": {
+        "algorithm.distill.teachers.chain_sum": "sums_grpo",
+        "algorithm.distill.teachers.gsm_symbolic": "gsm_sft",
+    },
+    "sums_rm": {"model.path": "sums_grpo"},
+    "sums_reward_model": {"reward.model.path": "sums_rm"},
 }
 RESULTS = sorted((RECIPES / "results").glob("*.json"))
 # Recipes that have not been measured yet have no line in the table.
@@ -35,9 +75,9 @@ MEASURED = [name for name in NAMES if (RECIPES / "results" / f"{name}.json").exi
 def configuration(run: Run):
     """Return the configuration that the command of a run loads."""
     command = run.command([])
-    script = next(i for i, word in enumerate(command) if word.startswith("train_"))
-    defaults = command[script].removeprefix("train_").removesuffix(".py") + ".yaml"
-    return load(defaults, command[script + 1 :])
+    kind = run.script.removeprefix("train_").removesuffix(".py")
+    defaults = f"{kind}.yaml" if run.script.startswith("train_") else "ppo.yaml"
+    return load(defaults, command[command.index(run.script) + 1 :])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,20 +87,36 @@ def test_a_recipe_is_a_valid_configuration(name):
     assert config.output_dir.endswith(f"runs/recipes/{name}/seed_3")
 
 
-@pytest.mark.parametrize("task", ["gsm", "tools", "game", "chains"])
-def test_a_recipe_of_grpo_starts_from_the_sft_run_of_its_seed(task):
-    sft = configuration(Run(f"{task}_sft", seed=2))
-    for name in NAMES:
-        if name.startswith(task) and not name.endswith("sft"):
-            assert configuration(Run(name, seed=2)).model.path == f"{sft.output_dir}/hf"
+@pytest.mark.parametrize("name", NAMES)
+def test_the_header_of_a_recipe_has_its_command(name):
+    run = Run(name, seed=0)
+    files = [f"examples/recipes/{path.name}" for path in run.files]
+    text = (RECIPES / f"{name}.yaml").read_text()
+    page = (RECIPES / "README.md").read_text()
+    command = f"torchrun --nproc-per-node 1 {run.script} {' '.join(files)}"
+    assert command in text or command in page
 
 
-def test_a_recipe_without_sft_starts_from_the_pretrained_model():
+@pytest.mark.parametrize("name", EXPORTS)
+def test_a_recipe_reads_the_exports_of_its_own_seed(name):
+    run = Run(name, seed=2)
+    exports = run.exports()
+    assert {key: needed.recipe for key, needed in exports.items()} == EXPORTS[name]
+    config = configuration(run)
+    for key, needed in exports.items():
+        assert OmegaConf.select(config, key) == f"{needed.folder}/hf"
+        assert needed.folder.name == "seed_2"
+
+
+def test_a_recipe_without_other_recipes_starts_from_the_pretrained_model():
     assert configuration(Run("sums_grpo", seed=2)).model.path == "runs/smollm2"
-    assert Run("sums_dapo", seed=2).sft_run is None
+    assert configuration(Run("gsm_orpo", seed=2)).model.path == "runs/smollm2"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("sums_")])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in NAMES if name.startswith("sums_") and name not in OTHER_TASKS],
+)
 def test_the_recipes_of_sums_differ_only_in_what_they_vary(name):
     base = configuration(Run("sums_grpo", seed=0))
     varied = configuration(Run(name, seed=0))

@@ -166,3 +166,19 @@ def test_matrices_of_q4_1_are_dequantized(tmp_path, llama):
         assert difference < 0.1 * weight.abs().max(), name
     matrix = "model.layers.0.mlp.down_proj.weight"
     assert not weights[matrix].equal(llama.state_dict()[matrix].bfloat16())
+
+
+def test_a_mixture_of_experts_computes_nearly_the_same(tmp_path, llama):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, llama, GGMLQuantizationType.F32)
+    smollm2.build(tmp_path / "out", path, num_experts=4)
+    mixture = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert mixture.config.model_type == "mixtral"
+    experts = mixture.model.layers[0].mlp.experts.down_proj
+    assert experts.shape[0] == 4
+    assert not experts[0].equal(experts[1])
+    tokens = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        expected = llama(tokens).logits
+        logits = mixture(tokens).logits
+    assert (logits - expected).std() < 0.1 * expected.std()
