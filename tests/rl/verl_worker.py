@@ -59,8 +59,9 @@ class Batch:
 
     def __post_init__(self):
         longest = max(map(len, self.texts))
-        rows = [[float(c == "x") for c in text.ljust(longest)] for text in self.texts]
-        self.mask = torch.tensor(rows, dtype=torch.float64)
+        padded_texts = "".join(text.ljust(longest) for text in self.texts)
+        is_sampled = [float(character == "x") for character in padded_texts]
+        self.mask = torch.tensor(is_sampled, dtype=torch.float64).view(-1, longest)
         self.lengths = torch.tensor([len(text) for text in self.texts])
         # 1 on all tokens of responses, sampled or not.
         self.attention_mask = (torch.arange(longest) < self.lengths[:, None]).long()
@@ -187,8 +188,10 @@ def policy_loss_of(case: dict, batch: Batch) -> Numbers:
         "log_probs": model_output(log_probs, batch),
         "entropy": model_output(entropy, batch),
     }
-    loss, _ = ppo_loss(config, output, data)
+    loss, loss_metrics = ppo_loss(config, output, data)
     loss.backward()
+    if is_bypass:
+        metrics = {name: metric.aggregate() for name, metric in loss_metrics.items()}
     prefix = "rollout_corr/"
     return {
         "loss": loss.item(),
