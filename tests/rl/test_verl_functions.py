@@ -21,6 +21,8 @@ from engines.divergence import (
     top_k_log_probs,
 )
 from engines.logprobs import LogitTransform, LogProbSettings
+from examples.arithmetic import make_tokenizer
+from rl.collecting import penalized_scores
 from rl.estimation import next_kl_coef
 from rl.losses import ActorLoss, critic_loss
 from rl.settings import check_settings
@@ -37,6 +39,7 @@ from tests.rl.verl_cases import (
     OMITTED,
     ONE_ALONE,
     OURS_ALONE,
+    OVERLONG,
     PARTS,
     SCORES,
     TEXTS,
@@ -64,8 +67,8 @@ pytestmark = pytest.mark.slow
 DIRECTORY = ROOT / ".venv" / "verl"
 
 
-def cases_for_verl() -> dict[str, dict]:
-    """Return the cases of verl_worker.py."""
+def cases_for_verl(tokenizer: str) -> dict[str, dict]:
+    """Return the cases of verl_worker.py. tokenizer: the directory of one."""
     estimators = {f"advantages: {name}": case for name, case in ESTIMATORS.items()}
     for theirs, ours in WITHOUT_OTHERS.items():
         case = EstimatorCase(theirs, dict(adv_estimator=ours), group=ONE_ALONE)
@@ -89,6 +92,16 @@ def cases_for_verl() -> dict[str, dict]:
             "divergences": KL_OF_STEPS,
             "num_responses": len(BATCH),
         }
+    cases["overlong scores"] = {
+        "kind": "overlong scores",
+        "tokenizer": tokenizer,
+        "buffer": {
+            "enable": True,
+            "len": OVERLONG["buffer"],
+            "penalty_factor": OVERLONG["penalty"],
+            "log": False,
+        },
+    }
     for name, top_k in TOP_K.items():
         cases[f"distillation: {name}"] = {
             "kind": "distillation",
@@ -108,6 +121,7 @@ def estimator_case(case: EstimatorCase) -> dict:
         "group": case.group,
         "options": {**defaults, **case.options},
         "kl": case.kl,
+        "turns": case.turns,
     }
 
 
@@ -121,18 +135,25 @@ def verl(tmp_path_factory) -> SimpleNamespace:
         "parts": PARTS,
         "tokens": TOKENS,
     }
-    path = tmp_path_factory.mktemp("verl") / "settings.json"
-    path.write_text(json.dumps({"batch": batch, "cases": cases_for_verl()}))
+    directory = tmp_path_factory.mktemp("verl")
+    make_tokenizer().save_pretrained(directory)
+    path = directory / "settings.json"
+    path.write_text(json.dumps({"batch": batch, "cases": cases_for_verl(str(directory))}))
     command = [sys.executable, "tests/rl/verl_worker.py", path]
     done = run(command, fresh=True, PYTHONPATH=str(DIRECTORY))
     return SimpleNamespace(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def our_batch(group: list[int]):
+def our_batch(group: list[int], turns: Iterable[tuple[int, int, float]] = ()):
     """Return the samples of the batch."""
+    prompt_text = ".."
     episodes = []
     for text, score, prompt in zip(TEXTS, SCORES, group):
-        episodes.append(Episode(prompt, score, [f"..{text}"]))
+        episodes.append(Episode(prompt, score, [prompt_text + text]))
+    for response, position, reward in turns:
+        branch = 0
+        place = (branch, len(prompt_text) + position)
+        episodes[response].turn_rewards[place] = reward
     parts = {name: torch.tensor(numbers) for name, numbers in PARTS.items()}
     return replace(make_episodes(episodes, BASELINES), parts=parts)
 
@@ -147,7 +168,7 @@ def settings_of(ours: dict) -> list[str]:
 
 def estimate(case: EstimatorCase) -> tuple[torch.Tensor, torch.Tensor]:
     """Return our advantages and returns of the sampled tokens."""
-    samples = our_batch(case.group)
+    samples = our_batch(case.group, case.turns)
     tokens = {name: TOKENS[name] for name in case.reads}
     kl_coef = 0.0 if case.kl is None else case.kl[1]
     fields, _ = advantages(samples, *settings_of(case.ours), kl_coef=kl_coef, **tokens)
@@ -284,6 +305,18 @@ def test_the_coefficient_of_the_penalty_is_that_of_verl(verl, name):
         kl_coef = next_kl_coef(config, kl_coef, {"actor/reward_kl": divergence}, len(BATCH))
         coefficients.append(kl_coef)
     assert coefficients == pytest.approx(verl.results[f"KL control: {name}"]["coefficients"])
+
+
+def test_the_penalty_of_long_responses_is_that_of_verl(verl):
+    settings = [f"reward.overlong_{key}={value}" for key, value in OVERLONG.items()]
+    config = configure(f"rollout.max_tokens={MAX_TOKENS}", *settings)
+    ours = penalized_scores(config, our_batch(UNEQUAL)).tolist()
+    theirs = verl.results["overlong scores"]["scores"]
+    for text, our_score, their_score in zip(TEXTS, ours, theirs):
+        # verl's length includes tokens that were not sampled, such as results of tools.
+        if "." not in text:
+            assert our_score == pytest.approx(their_score, abs=1e-6)
+    assert ours != pytest.approx(SCORES, abs=0.1)
 
 
 @pytest.mark.parametrize("name", TOP_K)

@@ -27,6 +27,8 @@ SCORES = [correct + WEIGHTS["short"] * short for _, correct, short in BATCH]
 UNEQUAL = [0, 0, 0, 1, 1, 1, 1, 1]
 EQUAL = [0, 0, 0, 0, 1, 1, 1, 1]
 ONE_ALONE = [0, 0, 0, 0, 0, 0, 0, 1]
+# Rewards of turns: the response, the position of their last token, the reward.
+TURNS = ((2, 2, 0.5), (6, 0, -0.3), (6, 3, 0.2))
 # The score of the greedy response to each prompt.
 BASELINES = {0: 0.45, 1: -0.2}
 
@@ -40,6 +42,7 @@ class EstimatorCase:
     options          verl's settings below `algorithm`
     group            the prompt of each response
     kl               verl's name and the coefficient of the KL penalty in the rewards
+    turns            rewards before the end of a response: the response, the position, the reward
     factor           our advantages divided by verl's
     reads            the fields that our estimator reads
     compares_returns whether the returns mean the same. verl's of whole responses are advantages
@@ -50,6 +53,7 @@ class EstimatorCase:
     options: dict = field(default_factory=dict)
     group: list[int] = field(default_factory=lambda: UNEQUAL)
     kl: tuple[str, float] | None = None
+    turns: tuple[tuple[int, int, float], ...] = ()
     factor: float = 1.0
     reads: tuple[str, ...] = ()
     compares_returns: bool = False
@@ -96,6 +100,24 @@ ESTIMATORS = {
         dict(gamma=0.9, lam=0.8),
         reads=("values",),
         compares_returns=True,
+    ),
+    "GAE of turns": EstimatorCase(
+        "gae",
+        dict(adv_estimator="gae", gamma=0.9, lam=0.8),
+        dict(gamma=0.9, lam=0.8),
+        turns=TURNS,
+        reads=("values",),
+        compares_returns=True,
+    ),
+    "REINFORCE++ of turns": EstimatorCase(
+        "reinforce_plus_plus",
+        dict(adv_estimator="reinforce_plus_plus", gamma=0.9),
+        dict(gamma=0.9),
+        turns=TURNS,
+        compares_returns=True,
+    ),
+    "ReMax of turns": EstimatorCase(
+        "remax", dict(adv_estimator="remax"), turns=TURNS, compares_returns=True
     ),
     "GAE with a penalty": EstimatorCase(
         "gae",
@@ -306,6 +328,7 @@ KL_CONTROLS = {
     "adaptive": dict(type="adaptive", kl_coef=0.2, target_kl=0.1, horizon=50),
 }
 KL_OF_STEPS = [0.3, 0.11, 0.095, 0.02, 0.0]
+OVERLONG = dict(buffer=5, penalty=0.7)
 TOP_K = {"all tokens": 11, "four tokens and the rest": 4}
 # What verl offers and we do not, or not in this form. docs/from_verl.md has what is not supported.
 NOT_SUPPORTED = "not supported"

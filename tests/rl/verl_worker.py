@@ -15,7 +15,7 @@ import ast
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,8 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
+from transformers import AutoTokenizer
+from verl import DataProto
 from verl.trainer.distillation import losses as distillation
 from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk
 from verl.trainer.ppo import core_algos, rollout_corr_helper
@@ -35,6 +37,7 @@ from verl.workers.config import (
     DistillationLossConfig,
     PolicyLossConfig,
 )
+from verl.workers.reward_manager.dapo import DAPORewardManager
 from verl.workers.utils.losses import ppo_loss, value_loss
 
 Numbers = dict[str, float | list[float]]
@@ -75,10 +78,16 @@ class Batch:
         """Return the numbers of the sampled tokens."""
         return padded[self.mask > 0].tolist()
 
-    def rewards(self) -> Tensor:
-        """Return the rewards of the tokens: the score on the last token of a response."""
-        scores = torch.tensor(self.scores, dtype=torch.float64)
-        return torch.zeros_like(self.mask).scatter(1, self.lengths[:, None] - 1, scores[:, None])
+    def rewards(self, turns: Iterable[tuple[int, int, float]] = ()) -> Tensor:
+        """Return the rewards of the tokens: a response's last token has what remains of its score.
+
+        turns: the response and the position of a token, and its reward.
+        """
+        rewards = torch.zeros_like(self.mask)
+        for response, position, reward in turns:
+            rewards[response, position] = reward
+        remaining = torch.tensor(self.scores, dtype=torch.float64) - rewards.sum(1)
+        return rewards.scatter(1, self.lengths[:, None] - 1, remaining[:, None])
 
 
 def model_output(padded: Tensor, batch: Batch) -> Tensor:
@@ -116,8 +125,9 @@ def advantages_of(case: dict, batch: Batch) -> Numbers:
     group      the prompt of each response
     options    verl's settings below `algorithm`
     kl         None, or the name and the coefficient of the KL penalty in the rewards
+    turns      as in Batch.rewards()
     """
-    rewards = batch.rewards()
+    rewards = batch.rewards(case["turns"])
     if case["kl"] is not None:
         name, coefficient = case["kl"]
         divergence = core_algos.kl_penalty(
@@ -234,6 +244,30 @@ def kl_coefficients_of(case: dict, batch: Batch) -> Numbers:
     return {"coefficients": coefficients}
 
 
+def overlong_scores_of(case: dict, batch: Batch) -> Numbers:
+    """Compute the scores with DAPO's penalty for responses close to the longest one.
+
+    tokenizer  directory of a tokenizer
+    buffer     verl's settings below `overlong_buffer_cfg`
+    """
+    score_of_text = dict(zip(batch.texts, batch.scores))
+    manager = DAPORewardManager(
+        AutoTokenizer.from_pretrained(case["tokenizer"]),
+        num_examine=0,
+        compute_score=lambda ground_truth, **_: score_of_text[ground_truth],
+        max_resp_len=batch.mask.shape[1],
+        overlong_buffer_cfg=OmegaConf.create(case["buffer"]),
+    )
+    data = DataProto.from_dict(
+        {**model_input(batch).select("prompts", "responses", "attention_mask")},
+        non_tensors={
+            "reward_model": np.array([{"ground_truth": text} for text in batch.texts]),
+            "data_source": np.array(["source"] * len(batch.texts)),
+        },
+    )
+    return {"scores": manager(data).sum(1).tolist()}
+
+
 def distillation_of(case: dict, batch: Batch) -> Numbers:
     """Compute KL(teacher || student) over the teacher's top_k tokens, and its derivatives.
 
@@ -269,6 +303,7 @@ KINDS = {
     "value loss": value_loss_of,
     "KL": kl_of,
     "KL coefficients": kl_coefficients_of,
+    "overlong scores": overlong_scores_of,
     "distillation": distillation_of,
 }
 
