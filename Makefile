@@ -21,7 +21,7 @@ help:               ## this list
 .venv: .venv/installed  ## a virtual environment in .venv with all requirements, once
 
 # Installed again when the requirements change. The stamp is written last, so that an interrupted installation is repeated.
-.venv/installed: $(REQUIREMENTS) requirements-float8.txt
+.venv/installed: $(REQUIREMENTS) requirements-float8.txt requirements-verl.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || { \
 		echo "Python 3.11 or 3.12 is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
@@ -32,8 +32,10 @@ ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	$(PIP) --no-deps --retries 0 --index-url https://download.pytorch.org/whl/cpu $$(grep -o '^torch==[^ ]*' $<) || true
 	@# The file lists every package. What its packages wish for besides (torchvision, ...) would break a CPU torch.
 	$(PIP) --no-deps -r $<
-	@# For the tests alone. Runs and examples do not see it there.
+	@# For the tests alone. Runs and examples do not see them there. pip would keep other versions that are there.
+	rm -rf .venv/float8 .venv/verl
 	$(PIP) --no-deps --target .venv/float8 -r requirements-float8.txt
+	$(PIP) --no-deps --target .venv/verl -r requirements-verl.txt
 else
 	$(PIP) -r $<
 endif

@@ -49,7 +49,7 @@ def adapt(
     coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)
 
     Args:
-        kl: mean over this step's num_sequences sequences.
+        kl: mean over the tokens of this step's num_sequences sequences.
         horizon: in sequences.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)

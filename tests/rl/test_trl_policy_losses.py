@@ -14,7 +14,14 @@ from rl.losses import ActorLoss
 from rl.settings import check_settings
 from tests.support.launch import run
 from tests.support.models import make_model
-from tests.support.samples import Episode, advantages, configure, make_episodes
+from tests.support.samples import (
+    Episode,
+    advantages,
+    assert_same_gradient,
+    configure,
+    make_episodes,
+    on_tokens,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -427,15 +434,3 @@ def test_a_loss_and_its_gradients_are_those_of_trl(results_of_trl, name):
         assert_same_gradient(entropy.grad[is_sampled], gradient)
     if "pg_clipfrac" in amounts:
         assert 0 < amounts["pg_clipfrac"] < 0.9, "otherwise clipping is not compared"
-
-
-def on_tokens(is_sampled: torch.Tensor, values: list[float]) -> torch.Tensor:
-    """Return the numbers of the sampled tokens, among zeros for all other tokens."""
-    everywhere = torch.zeros(len(is_sampled))
-    return everywhere.masked_scatter(is_sampled, torch.tensor(values)).requires_grad_()
-
-
-def assert_same_gradient(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    largest = theirs.abs().max().item()
-    assert largest > 0
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * largest)

@@ -203,3 +203,16 @@ DIVERGENCES = {
     "abs": lambda d: (abs(d), math.copysign(1, d)),
     "k3": lambda d: (math.exp(-d) - 1 + d, 1 - math.exp(-d)),
 }
+
+
+def on_tokens(is_sampled, values):
+    """Return the numbers of the sampled tokens, among zeros for all other tokens: a leaf."""
+    everywhere = torch.zeros(len(is_sampled))
+    return everywhere.masked_scatter(is_sampled, torch.tensor(values)).requires_grad_()
+
+
+def assert_same_gradient(ours, theirs):
+    """Assert that two gradients differ by at most 1e-5 of the largest number."""
+    largest = theirs.abs().max().item()
+    assert largest > 0
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * largest)
