@@ -16,16 +16,14 @@ continue, and the exit code is 1.
 import argparse
 import json
 import os
-import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -225,37 +223,44 @@ def num_gpus() -> int:
 
 
 def run_all(arguments: argparse.Namespace) -> list[Run]:
-    """Execute every recipe with every seed, `jobs_per_gpu` at a time on each GPU."""
+    """Execute every recipe with every seed, `jobs_per_gpu` at a time on each GPU.
+
+    Runs start in their order, but a run that needs the export of another one waits for it. The file
+    of results is written whenever a run ends.
+    """
     names = [text for text in arguments.names if "=" not in text]
     settings = [text for text in arguments.names if "=" in text]
     runs = [Run(name, seed) for name in names for seed in arguments.seeds]
     gpus = arguments.gpus or list(range(num_gpus())) or [None]
-    slots: queue.Queue[int | None] = queue.Queue()
-    for gpu in gpus * arguments.jobs_per_gpu:
-        slots.put(gpu)
-    writing = threading.Lock()
+    free_gpus = gpus * arguments.jobs_per_gpu
     deadline = time.perf_counter() + arguments.time_limit
-    ended = {run.name: threading.Event() for run in runs}
-
-    def execute_in_slot(run: Run) -> None:
-        for needed in run.exports().values():
-            if needed.name in ended:
-                ended[needed.name].wait()
-        gpu = slots.get()
-        try:
-            execute(run, settings, gpu, deadline)
-        finally:
-            ended[run.name].set()
-            slots.put(gpu)
-        with writing:
+    waiting = list(runs)
+    running: dict[Future, tuple[Run, int | None]] = {}
+    with ThreadPoolExecutor(len(free_gpus)) as pool:
+        while waiting or running:
+            unfinished = {run.name for run in runs if run.exit_code is None}
+            while free_gpus and (run := first_ready(waiting, unfinished)):
+                waiting.remove(run)
+                gpu = free_gpus.pop(0)
+                running[pool.submit(execute, run, settings, gpu, deadline)] = (run, gpu)
+            ended, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                run, gpu = running.pop(future)
+                future.result()
+                free_gpus.append(gpu)
+                print(f"{run.name}: {run.seconds:.0f} s", flush=True)
             done = [asdict(run) for run in runs if run.exit_code is not None]
             arguments.out.write_text(json.dumps(done))
-        print(f"{run.name}: {run.seconds:.0f} s", flush=True)
-
-    # A thread for each run: one that waits for another run must not keep it from starting.
-    with ThreadPoolExecutor(len(runs)) as pool:
-        list(pool.map(execute_in_slot, runs))
     return runs
+
+
+def first_ready(waiting: list[Run], unfinished: set[str]) -> Run | None:
+    """Return the first run whose models have been exported; None if all have to wait."""
+    for run in waiting:
+        needed = {other.name for other in run.exports().values()}
+        if not needed & unfinished:
+            return run
+    return None
 
 
 def first_and_last(run: Run, name: str) -> str:

@@ -277,14 +277,26 @@ def penalized_scores(config: DictConfig, samples: Samples) -> Tensor:
     reward = config.reward
     if not reward.overlong_buffer:
         return samples.scores
-    episodes = samples.episodes
     penalty = overlong_penalty(
-        episodes.total(samples.response_lengths),
+        lengths_against_limit(config, samples),
         longest_response(config),
         reward.overlong_buffer,
         reward.overlong_penalty,
     )
-    return samples.scores + episodes.repeat(penalty)
+    return samples.scores + samples.episodes.repeat(penalty)
+
+
+def lengths_against_limit(config: DictConfig, samples: Samples) -> Tensor:
+    """Return [E] int64: the length of each response or episode that its limit is about.
+
+    rollout.max_tokens limits sampled tokens. rollout.max_episode_tokens limits both the sampled
+    tokens of an episode and its longest sequence, with its prompt and the results of tools, so the
+    larger number counts.
+    """
+    num_sampled = samples.episodes.total(samples.response_lengths)
+    if not config.rollout.max_episode_tokens:
+        return num_sampled
+    return num_sampled.maximum(samples.episodes.largest(samples.lengths))
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:

@@ -61,6 +61,10 @@ class Episodes:
         """Return the sum over the sequences of each episode, from x [n]: [E]."""
         return x.new_zeros(len(self)).index_add(0, self.index, x)
 
+    def largest(self, x: Tensor) -> Tensor:
+        """Return the largest number of the sequences of each episode, from x [n]: [E]."""
+        return x.new_zeros(len(self)).scatter_reduce(0, self.index, x, "amax", include_self=False)
+
     def repeat(self, x: Tensor) -> Tensor:
         """Repeat the number of each episode, x [E], for each of its sequences: [n]."""
         return x[self.index]

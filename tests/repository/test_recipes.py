@@ -32,8 +32,7 @@ SCORES = {
     "gsm_kto": "val/rewards/accuracies",
     "gsm_simpo": "val/rewards/accuracies",
     "gsm_orpo": "val/rewards/accuracies",
-    "sums_rm": "val/accuracy",
-    "sums_reward_model": "val/score_and_bare_number/correct",
+    "gsm_reward_model": "val/score_and_format/correct",
     "sums_gdpo": "val/score_and_bare_number/correct",
     "chains_steps": "val/score_lines",
     "self_play": "game/against_frozen",
@@ -44,8 +43,6 @@ OTHER_TASKS = {
     "sums_gdpo",
     "sums_pass_at_k",
     "sums_replay",
-    "sums_reward_model",
-    "sums_rm",
     "sums_self",
     "sums_teachers",
 }
@@ -64,8 +61,7 @@ EXPORTS = {
         "algorithm.distill.teachers.chain_sum": "sums_grpo",
         "algorithm.distill.teachers.gsm_symbolic": "gsm_sft",
     },
-    "sums_rm": {"model.path": "sums_grpo"},
-    "sums_reward_model": {"reward.model.path": "sums_rm"},
+    "gsm_reward_model": {"model.path": "gsm_sft", "reward.model.path": "gsm_rm"},
 }
 RESULTS = sorted((RECIPES / "results").glob("*.json"))
 # Recipes that have not been measured yet have no line in the table.

@@ -376,6 +376,16 @@ def test_rejected_tokens_leave_the_length_of_their_episode():
     assert f["loss_weight"][f["loss_mask"] > 0].tolist() == [0, 0.25, 0.25, 0, 0.25, 0.25]
 
 
+def test_results_of_tools_count_in_the_penalty_if_they_count_in_the_limit():
+    episodes = [Episode(0, 1, ["..x....x"]), Episode(0, 1, ["..xxx", ".x"]), Episode(0, 1, [".x"])]
+    samples = make_episodes(episodes)
+    buffer = "reward.overlong_buffer=4"
+    config = configure("rollout.max_episode_tokens=9", "rollout.max_tokens=4", buffer)
+    assert penalized_scores(config, samples).tolist() == [0.25, 1, 1, 1]
+    config = configure("rollout.max_tokens=9", buffer)
+    assert penalized_scores(config, samples).tolist() == [1, 1, 1, 1]
+
+
 def test_the_penalty_for_length_is_on_all_turns_together():
     episodes = [Episode(0, 1, ["..xxx", ".xxx.xx"]), Episode(0, 1, [".xxxxx", "."])]
     samples = make_episodes(episodes)
@@ -383,7 +393,8 @@ def test_the_penalty_for_length_is_on_all_turns_together():
     # Sequences are: the first branches of both episodes, then the second ones.
     assert penalized_scores(config, samples).tolist() == [0.25, 1, 0.25, 1]
     more = ["rollout.max_tokens=4", "rollout.max_episode_tokens=9", "reward.overlong_buffer=4"]
-    assert penalized_scores(configure(*more), samples).tolist() == [0.25, 1, 0.25, 1]
+    # The second episode samples 5 tokens, but its longest sequence has 6.
+    assert penalized_scores(configure(*more), samples).tolist() == [0.25, 0.75, 0.25, 0.75]
     norm = "algorithm.loss_agg_mode=seq-mean-token-sum-norm"
     f, _ = advantages(samples, "algorithm.adv_estimator=dr_grpo", norm, *more)
     assert f["loss_weight"][f["loss_mask"] > 0].tolist() == pytest.approx([1 / 2 / 9] * 13)
