@@ -72,20 +72,27 @@ def check_distillation(config: DictConfig) -> None:
 def check_has_reward(config: DictConfig) -> None:
     """Raise InputError if the settings make every score 0."""
     reward = config.reward
-    has_model = reward.model.path is not None
+    has_model = reward.model.path is not None and reward.model.weight != 0
+    if has_model:
+        return
+    counts_no_part = reward.weights and not any(reward.weights.values())
+    if counts_no_part and not reward.step_rewards:
+        raise InputError(
+            f"reward.weights={dict(reward.weights)} gives every response 0, so the policy loss "
+            "teaches nothing: give a part another weight"
+        )
     if reward.function != NO_REWARD or config.rollout.episode:
         return
-    if not has_model:
+    if reward.model.path is None:
         raise InputError(
             "reward.function=none gives every response 0, so the policy loss teaches nothing: "
             "set algorithm.distill.teacher and algorithm.distill.only=true to learn from a "
             "teacher alone, set reward.model.path, or choose a reward"
         )
-    if reward.model.weight == 0:
-        raise InputError(
-            "reward.model.weight=0 and reward.function=none give every response 0, so the policy "
-            "loss teaches nothing: choose another weight, or a reward function"
-        )
+    raise InputError(
+        "reward.model.weight=0 and reward.function=none give every response 0, so the policy "
+        "loss teaches nothing: choose another weight, or a reward function"
+    )
 
 
 def check_teacher_settings(config: DictConfig) -> None:

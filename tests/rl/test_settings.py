@@ -99,6 +99,14 @@ CONTRADICTIONS = {
         )
         for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
     },
+    "weights that are all 0": (
+        ["reward.weights={correct: 0, short: 0.0}"],
+        "reward.weights={'correct': 0, 'short': 0.0} gives every response 0",
+    ),
+    "weights that are all 0, beside a reward model that counts nothing": (
+        ["reward.weights.correct=0", "reward.model.path=rm", "reward.model.weight=0"],
+        "reward.weights={'correct': 0} gives every response 0",
+    ),
     "groups that are too small for max_at_k": (
         ["algorithm.adv_estimator=max_at_k", "algorithm.adv_kwargs.k=5", "rollout.n=4"],
         "algorithm.adv_estimator=max_at_k (k=5) learns nothing from rollout.n=4 responses",
