@@ -40,6 +40,7 @@ SCORES = {
 # Recipes on sums whose data, rewards or models differ from those of sums_grpo, too.
 OTHER_TASKS = {
     "sums_experts",
+    "sums_hint",
     "sums_gdpo",
     "sums_pass_at_k",
     "sums_replay",
