@@ -70,7 +70,8 @@ def inner_command(command: str) -> str:
 def kind_of(command: str) -> str:
     """Return how a command is checked: as a launch, benchmark, torchrun, make, or otherwise."""
     words = shlex.split(inner_command(command))
-    if any(re.fullmatch(r"train_\w+\.py|examples/loop\.py", word) for word in words):
+    scripts = r"train_\w+\.py|examples/(loop|self_play)\.py"
+    if "build" not in words and any(re.fullmatch(scripts, word) for word in words):
         return "launch"
     if "benchmarks/" in command:
         return "benchmark"
@@ -94,7 +95,8 @@ def test_a_launch_has_a_valid_configuration(page, command, docs_folder, monkeypa
     make_importable()
     launch = parse_launch(shlex.split(inner_command(command)))
     script = Path(launch.script).stem
-    defaults = "ppo.yaml" if script == "loop" else f"{script.removeprefix('train_')}.yaml"
+    is_loop = launch.script.startswith("examples/")
+    defaults = "ppo.yaml" if is_loop else f"{script.removeprefix('train_')}.yaml"
     has_mtp = any("mtp" in argument for argument in launch.arguments)
     model = "model.path=mimo" if has_mtp else "model.path=model"
     arguments = [re.sub(r"^model.path=.*", model, argument) for argument in launch.arguments]
