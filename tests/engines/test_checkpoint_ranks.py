@@ -12,7 +12,7 @@ from tests.support.models import make_model
 from tests.support.ranks import on_ranks
 from tests.support.training import flip_bit
 
-MINUTES = 0.5  # that ranks wait for one another
+MINUTES = 0.2  # that ranks wait for one another
 
 
 def find_beside_damage(model: Path, directory: Path, number: int) -> tuple[str, list[str]]:
@@ -31,9 +31,10 @@ def find_beside_damage(model: Path, directory: Path, number: int) -> tuple[str, 
     save(checkpointer, 1, engine)
     newest = save(checkpointer, 2, engine)
     damaged = newest / sorted(read_manifest(newest).checksums)[number]
-    on_rank0(flip_bit, damaged)
+    group = checkpointer.group
+    on_rank0(flip_bit, damaged, group=group)
     found = checkpointer.find("auto")
-    names = on_rank0(lambda: sorted(path.name for path in directory.glob("step_*")))
+    names = on_rank0(lambda: sorted(path.name for path in directory.glob("step_*")), group=group)
     return found.name, names
 
 
