@@ -55,10 +55,10 @@ def test_a_request_gets_the_row_of_one_that_was_taken(batches, vllm_config):
     waiting = deque(batches.REQUESTS)
     steps.add(waiting.popleft())
     steps.add(waiting.popleft())
-    tokens = {}
+    taken = {}
     while scheduler.has_unfinished_requests():
         for name in steps.step():
-            tokens[name] = scheduler.take(name)[0].tolist()
+            taken[name], _, _ = scheduler.take(name)
             if waiting:
                 steps.add(waiting.popleft())
-    assert tokens == expected_tokens
+    assert {name: tokens.tolist() for name, tokens in taken.items()} == expected_tokens
