@@ -227,7 +227,6 @@ LENGTHY: dict[str, Iterable[str] | None] = {
     "tests/rollout/test_rewards.py::test_secrets_reach_a_worker_*": None,
     "tests/rollout/test_rewards.py::test_text_that_a_function_writes_*": None,
     "tests/rollout/test_rewards.py::test_the_state_of_a_module_*": None,
-    "tests/rollout/test_sharing.py::test_each_response_reaches_the_ranks_that_train_on_it": None,
     "tests/rollout/test_speculation.py::test_drafts_change_no_token_of_the_v1_model_runner": None,
 }
 
