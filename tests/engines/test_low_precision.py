@@ -138,10 +138,11 @@ def test_the_estimate_of_a_moment_counts_its_codes_and_scales(dtype, shape, stat
     assert adamw.moment_bytes(parameter, state_dtype) == num_bytes
 
 
-def test_positive_second_moments_never_become_zero():
+@pytest.mark.parametrize("bits", [None, torch.full((1, 3), 0xFFFF)], ids=["nearest", "down"])
+def test_positive_second_moments_never_become_zero(bits):
     rows = torch.tensor([[1.0, 1e-12, 0.0]])
     table = moments.make_codes(False, torch.device("cpu"))
-    stored = moments.decode(*moments.encode(rows, table, torch.zeros(1, 3).int()), table)
+    stored = moments.decode(*moments.encode(rows, table, bits), table)
     assert stored[0, 1] > 0
     assert stored[0, 2] == 0
 
@@ -236,6 +237,37 @@ def test_results_are_the_same_in_chunks(monkeypatch):
     assert torch.equal(displacement(ours(storage, 1e-4), dtype, 3), whole)
     other_seed = Storage(torch.uint8, True, 1, False)
     assert not torch.equal(displacement(ours(other_seed, 1e-4), dtype, 3), whole)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_every_parameter_has_random_bits_of_its_own(kind):
+    """Whether others have a gradient or not: the expert of another one may get no token."""
+    start, (gradient,) = start_and_gradients(1)
+
+    def weights_after_a_step(has_gradient: list[bool]) -> list[Tensor]:
+        parameters = [torch.nn.Parameter(start.bfloat16()) for _ in has_gradient]
+        optimizer = make_optimizer(kind, parameters, STORAGES["bfloat16"][1])
+        for parameter, has in zip(parameters, has_gradient):
+            parameter.grad = gradient.bfloat16() if has else None
+        optimizer.step()
+        return [parameter.detach() for parameter in parameters]
+
+    _, second, third = weights_after_a_step([True, True, True])
+    assert not torch.equal(second, third)
+    _, alone, _ = weights_after_a_step([False, True, False])
+    assert torch.equal(alone, second)
+
+
+def first_positions_on_rank() -> list[int]:
+    mesh = init_device_mesh("cpu", (2,))
+    sizes = [(7, 96), (5, 6, 7), (11,)]
+    sharded = [distribute_tensor(torch.zeros(size), mesh, [Shard(0)]) for size in sizes]
+    return [adamw.first_position(parameter) for parameter in sharded]
+
+
+def test_a_part_begins_behind_the_elements_of_earlier_ranks(tmp_path):
+    positions = on_ranks(2, tmp_path, first_positions_on_rank)
+    assert positions == [[0, 0, 0], [4 * 96, 3 * 6 * 7, 6]]
 
 
 def make_optimizer(kind: str, parameters: list, storage: Storage):
