@@ -337,15 +337,19 @@ def test_groups_are_powers_of_two_of_neighbouring_data_parallel_ranks(tmp_path):
     ]
 
 
-def groups_of_three_ranks() -> dict[int, int]:
+def groups_of_all_ranks() -> dict[int, int]:
     """Return the number of ranks of each of this rank's groups, by the size that it is for."""
-    singles = [dist.new_group([number]) for number in range(3)]
+    singles = [dist.new_group([number]) for number in range(dist.get_world_size())]
     groups = groups_by_size(dist.group.WORLD, singles[dist.get_rank()])
     return {size: group.size() for size, group in groups.items()}
 
 
 def test_the_last_of_three_ranks_is_in_no_group_of_two(tmp_path):
-    assert on_ranks(3, tmp_path, groups_of_three_ranks) == [{1: 1, 2: 2}, {1: 1, 2: 2}, {1: 1}]
+    assert on_ranks(3, tmp_path, groups_of_all_ranks) == [{1: 1, 2: 2}, {1: 1, 2: 2}, {1: 1}]
+
+
+def test_all_ranks_may_be_one_group(tmp_path):
+    assert on_ranks(2, tmp_path, groups_of_all_ranks) == [{1: 1, 2: 2}] * 2
 
 
 # -- decisions and checks --------------------------------------------------------------------------

@@ -72,7 +72,7 @@ LENGTHY: dict[str, Iterable[str] | None] = {
     ),
     "tests/engines/test_divergence.py::test_trl": None,
     "tests/engines/test_estimate.py::test_gathered_weights_and_unreduced_*": None,
-    "tests/engines/test_low_precision.py::test_muon_is_rounded_the_same_*": None,
+    "tests/engines/test_low_precision.py::test_muon_is_rounded_the_same_*": ("4 ranks",),
     "tests/engines/test_low_precision.py::test_small_updates_count": (
         "0.0001-bfloat16, 8-bit moments",
         "0.0001-fp32, 8-bit moments",
@@ -215,7 +215,6 @@ LENGTHY: dict[str, Iterable[str] | None] = {
     "tests/rollout/test_fp8.py::test_an_fp8_cache_that_a_model_cannot_bear_*": None,
     "tests/rollout/test_partial_groups.py::test_every_rank_forgets_the_groups_*": ("2",),
     "tests/rollout/test_probe.py::test_the_base_is_recorded_without_the_adapters_*": None,
-    "tests/rollout/test_rewards.py::test_a_call_beside_one_that_ended_the_worker_*": None,
     "tests/rollout/test_rewards.py::test_a_call_that_hangs_*": None,
     "tests/rollout/test_rewards.py::test_an_async_call_that_is_late_*": None,
     "tests/rollout/test_rewards.py::test_a_call_is_made_again_if_the_time_of_another_*": None,
