@@ -859,11 +859,11 @@ def test_a_call_beside_one_that_ended_the_worker_is_made_again(make, file, tmp_p
     function = f"{file}:first_attempt_hangs"
     settings = ("reward.concurrency=2", "reward.kwargs.path=marker")
     with closing(make(function, 1, SLACK, *settings)) as grader:
-        items = [("", text, row) for text in ("exit", "abc", "exit", "ab")]
-        results = grader.grade(items, range(4))
-        kinds = [(r.kind, r.trace) for r in results[::2]]
+        items = [("", text, row) for text in ("abc", "exit", "exit", "ab")]
+        first, *ended, last = grader.grade(items, range(4))
+        kinds = [(result.kind, result.trace) for result in ended]
         assert kinds == [("died", "ended with exit code 3")] * 2
-        assert results[1::2] == [Reward(3.0, {}), Reward(2.0, {})]
+        assert [first, last] == [Reward(3.0, {}), Reward(2.0, {})]
 
 
 def test_a_call_is_made_again_if_the_time_of_another_one_ended_the_worker(make, file, tmp_path):
