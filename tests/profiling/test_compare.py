@@ -172,6 +172,7 @@ def test_diverging_is_the_most_important_exit_code(codes, expected):
         ((1.0, 0.0), (1.1, 0.0), 0.1 / 1.1),
         ((math.nan, 0.0), (1.0, 0.0), math.inf),
         ((math.nan, 0.0), (math.nan, 0.0), 0.0),
+        ((math.inf, 0.0), (1.0, 0.0), math.inf),
         ((None, None), (None, None), 0.0),
     ],
 )

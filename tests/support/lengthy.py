@@ -88,7 +88,11 @@ LENGTHY: dict[str, Iterable[str] | None] = {
     "tests/engines/test_parallel.py::test_every_sequence_is_in_one_micro_batch_*": None,
     "tests/engines/test_parallel.py::test_groups_are_powers_of_two_*": None,
     "tests/engines/test_parallel.py::test_ranks_that_divide_the_vocabulary_compute_*": ("True",),
-    "tests/engines/test_parallel.py::test_ranks_that_share_sequences_attend_as_one": None,
+    "tests/engines/test_parallel.py::test_ranks_that_share_sequences_attend_as_one": (
+        "False-4",
+        "True-2",
+        "True-4",
+    ),
     "tests/job/test_heartbeat.py::test_a_late_rank_on_a_node_*": ("-3600",),
     "tests/job/test_heartbeat.py::test_a_rank_that_writes_no_records_*": None,
     "tests/job/test_heartbeat.py::test_ranks_in_one_long_stage_*": None,
