@@ -30,6 +30,7 @@ NUM_BLOCKS = 100
 MAX_MODEL_LEN = 20
 MAX_REQUESTS = 3  # that run at the same time
 STOP = 7  # the token that ends a response
+MAX_STEPS = 500  # many more than the requests need
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Steps:
         self.scheduler = scheduler
         self.num_in_flight = num_in_flight
         self.in_flight: deque[SchedulerOutput] = deque()
+        self.num_steps = 0
         self.num_drawn: dict[str, int] = {}
         self.reasons: dict[str, str] = {}
 
@@ -110,6 +112,8 @@ class Steps:
 
     def step(self) -> list[str]:
         """Schedule a step, draw the tokens of an earlier one, and return which requests ended."""
+        self.num_steps += 1
+        assert self.num_steps < MAX_STEPS, "the requests never end"
         self.in_flight.append(self.scheduler.schedule())
         if len(self.in_flight) < self.num_in_flight:
             return []
