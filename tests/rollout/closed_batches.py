@@ -46,7 +46,9 @@ class Draws:
             max_tokens=self.max_tokens, stop_token_ids=[STOP], logprobs=0, ignore_eos=True
         )
         hasher = get_request_block_hasher(BLOCK, sha256)
-        return Request(name, [1] * self.prompt_length, params, None, block_hasher=hasher)
+        # Prompts differ, so none is in the prefix cache.
+        prompt = [10 + list(REQUESTS).index(name)] * self.prompt_length
+        return Request(name, prompt, params, None, block_hasher=hasher)
 
 
 WITHOUT_END = tuple(range(50, 90))
@@ -104,17 +106,21 @@ class Steps:
         self.in_flight: deque[SchedulerOutput] = deque()
         self.num_steps = 0
         self.num_drawn: dict[str, int] = {}
+        self.num_computed: dict[str, int] = {}
         self.reasons: dict[str, str] = {}
 
     def add(self, name: str) -> None:
         self.num_drawn[name] = 0
+        self.num_computed[name] = 0
         self.scheduler.add_request(REQUESTS[name].request(name))
 
     def step(self) -> list[str]:
         """Schedule a step, draw the tokens of an earlier one, and return which requests ended."""
         self.num_steps += 1
         assert self.num_steps < MAX_STEPS, "the requests never end"
-        self.in_flight.append(self.scheduler.schedule())
+        scheduled = self.scheduler.schedule()
+        self.check_blocks(scheduled)
+        self.in_flight.append(scheduled)
         if len(self.in_flight) < self.num_in_flight:
             return []
         output = self.in_flight.popleft()
@@ -126,6 +132,13 @@ class Steps:
                     self.reasons[result.request_id] = str(result.finish_reason)
                     ended.append(result.request_id)
         return ended
+
+    def check_blocks(self, output: SchedulerOutput) -> None:
+        """Check that the keys and values that the step computes have room in the KV cache."""
+        for name, num_tokens in output.num_scheduled_tokens.items():
+            self.num_computed[name] += num_tokens
+            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+            assert self.num_computed[name] <= BLOCK * len(blocks), name
 
     def draw(self, output: SchedulerOutput) -> ModelRunnerOutput:
         names = list(output.num_scheduled_tokens)
