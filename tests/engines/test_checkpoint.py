@@ -184,6 +184,33 @@ def test_a_damaged_checkpoint_is_not_resumed_from(checkpointer, engine, file):
     assert (checkpointer.directory / "latest").read_text() == "step_00000001\n"
 
 
+def test_progress_that_was_changed_is_damage(checkpointer, engine):
+    intact = save(checkpointer, 1, engine)
+    file = save(checkpointer, 2, engine) / "trainer.json"
+    file.write_text(file.read_text().replace('"step": 2', '"step": 3'))
+    assert checkpointer.find("auto") == intact
+
+
+def test_a_save_that_fails_leaves_nothing(checkpointer, engine, monkeypatch):
+    def fail(*arguments) -> None:
+        raise RuntimeError("a node is gone")
+
+    saved = save(checkpointer, 1, engine)
+    monkeypatch.setattr(engine, "write", fail)
+    with pytest.raises(RuntimeError, match="a node is gone"):
+        save(checkpointer, 2, engine)
+    assert {*checkpointer.directory.iterdir()} == {saved, saved.with_name("latest")}
+
+
+def test_an_earlier_damaged_checkpoint_of_the_same_step_is_kept(checkpointer, engine):
+    intact = save(checkpointer, 1, engine)
+    for _ in range(2):
+        flip_bit(save(checkpointer, 2, engine) / DAMAGED[0])
+        assert checkpointer.find("auto") == intact
+    damaged = [path.name for path in sorted(checkpointer.directory.glob("*.damaged*"))]
+    assert damaged == ["step_00000002.damaged", "step_00000002.damaged1"]
+
+
 def test_a_file_of_weights_that_is_not_listed_is_damage(checkpointer, engine):
     """As one that a crashed run of more ranks has left: torch would read it, too."""
     intact = save(checkpointer, 1, engine)

@@ -158,6 +158,14 @@ def test_blocks_end_with_the_row():
         assert torch.equal(scale_alone[0], scale[row])
 
 
+def test_a_block_of_small_numbers_keeps_its_precision_beside_one_of_large_numbers():
+    rows = torch.rand(4, 2 * moments.BLOCK, generator=torch.Generator().manual_seed(0)) + 0.5
+    rows[:, moments.BLOCK :] *= 1e-9
+    table = moments.make_codes(True, torch.device("cpu"))
+    stored = moments.decode(*moments.encode(rows, table, None), table)
+    assert (stored / rows - 1).abs().max() < 0.03
+
+
 # -- AdamW -----------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ def test_requests_end_as_in_vllms_own_scheduler(batches, vllm_config, num_in_fli
     assert set(expected_reasons.values()) == {"stop", "length"}
     responses = Responses(len(batches.REQUESTS), batches.MAX_MODEL_LEN, 0)
     scheduler = batches.begin(vllm_config, responses)
+    max_tokens = scheduler.max_num_scheduled_tokens
     steps = batches.Steps(scheduler, num_in_flight)
     for name in batches.REQUESTS:
         steps.add(name)
@@ -44,6 +45,8 @@ def test_requests_end_as_in_vllms_own_scheduler(batches, vllm_config, num_in_fli
         assert taken.tolist() == tokens, name
         np.testing.assert_allclose(log_probs, -np.array(tokens) / 100, rtol=1e-6, err_msg=name)
     assert steps.reasons == expected_reasons
+    assert scheduler.max_num_scheduled_tokens == max_tokens, "lowered only within a step"
+    assert scheduler.max_num_running_reqs == batches.MAX_REQUESTS
     assert scheduler.end() == 1, "every step was a step of the scheduler for closed batches"
 
 
