@@ -867,6 +867,24 @@ def test_special_tokens_in_texts(template):
     assert controls("error", clean)[0] == own
 
 
+def test_special_tokens_in_results_of_tools_that_the_message_itself_holds():
+    """As in Gemma's own data, whose chats have no messages of tools."""
+    template = read_template("tool_responses")
+    tokenizer = make_tokenizer(template, eos="<turn|>", control=CONTROL)
+    chat = ChatTokenizer(tokenizer, tokenizer.convert_tokens_to_ids(["<|tool_response>"]))
+    answer = {"role": "assistant", "content": "so", "tool_calls": [call("add")]}
+
+    def controls(result, policy):
+        message = answer | {"tool_responses": [{"response": result}]}
+        row = {"messages": [*say("q"), message]}
+        ids, _ = encode(row, chat, options(special_tokens_in_text=policy))
+        return sum(token in tokenizer.added_tokens_decoder for token in ids)
+
+    own = controls("two", None)
+    assert controls("two <turn|>", "keep") == own + 1
+    assert controls("two <turn|>", None) == own
+
+
 def test_special_tokens_in_texts_that_a_template_shortens():
     """A mark inside a token that the template looks for would hide it.
 

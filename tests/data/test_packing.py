@@ -89,6 +89,7 @@ def test_splitting_leaves_the_micro_batches_as_they_were():
     assert bins == [[0, 1, 2], [3]]
     assert split_micro_batches(bins, 2, lengths) == [[0, 1, 2], [3]], "the fullest first"
     assert split_micro_batches([], 2, []) == [[], []]
+    assert split_micro_batches([[0, 1], [2, 3]], 3, [1, 2, 6, 4]) == [[2], [3], [0, 1]]
 
 
 def test_partition_beats_round_robin_on_skewed_work():

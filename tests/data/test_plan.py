@@ -4,6 +4,7 @@ What the engines make of it is in tests/engines/fsdp and tests/engines/test_mega
 """
 
 import itertools
+import random
 import time
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from config import InputError
 from data.batching.groups import schedule
-from data.batching.plan import Plan, total_time
+from data.batching.plan import Group, Plan, total_time
 
 
 def seven_b(length: int) -> float:
@@ -37,12 +38,29 @@ BATCHES = st.tuples(
 @settings(max_examples=100, deadline=None)
 @given(BATCHES)
 def test_every_pass_has_every_rank_and_every_sequence_is_in_one(drawn):
+    check_passes(*drawn)
+
+
+def multiple_of_zigzag(size: int) -> int:
+    return 2 * size if size > 1 else 1
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("by_length", [False, True])
+def test_passes_of_a_few_batches(padded, by_length):
+    """As the test above, in a fraction of the time."""
+    for num_ranks in (1, 3, 8):
+        generator = random.Random(num_ranks)
+        lengths = [generator.randint(1, 400) for _ in range(30)]
+        check_passes(lengths, num_ranks, 800, multiple_of_zigzag, padded, 2, by_length)
+
+
+def check_passes(lengths, num_ranks, max_tokens, multiple, padded, passes_multiple, by_length):
     """Every sequence is in one pass, under the cap, in a group at a multiple of its size.
 
     So ranks enter the same collectives in the same order: in each pass every rank is in one group,
     and the members of a group agree on it.
     """
-    lengths, num_ranks, max_tokens, multiple, padded, passes_multiple, by_length = drawn
     lengths = [min(n, max_tokens << num_ranks.bit_length() - 1) for n in lengths]
     costs = [float(n * n if by_length else 1) for n in lengths]
     arguments = (lengths, costs, num_ranks, max_tokens, multiple, padded, passes_multiple)
@@ -169,6 +187,25 @@ def test_a_long_tail_is_planned_as_before():
     plan = Plan.of(passes, 1, lengths, [float(n) for n in lengths])
     assert plan.first.dtype == torch.int64
     assert plan.count.dtype == torch.int64
+
+
+def test_the_efficiency_is_the_share_of_all_ranks_time_in_which_they_work():
+    """One rank works for 6 of 6 seconds, the other for 2."""
+    groups = [Group(0, 1, [0]), Group(1, 1, [1])]
+    plan = Plan.of([groups], 0, [60, 20], [6.0, 2.0])
+    assert plan.metrics["perf/plan_efficiency"] == pytest.approx(8 / 12)
+
+
+def test_a_plan_of_pairs_names_the_ranks_of_both_sequences():
+    """Pair 0 is on rank 0, pair 1 on ranks 1 and 2: sequences 0, 1 and 2, 3."""
+    groups = [Group(0, 1, [0]), Group(1, 2, [1])]
+    plan = Plan.of([groups], 2, [60, 20], [6.0, 2.0]).expanded(2)
+    assert plan.sequences == [2, 3]
+    assert plan.micro_batches == [(2, [0, 1])]
+    assert plan.first.tolist() == [0, 0, 1, 1]
+    assert plan.count.tolist() == [1, 1, 2, 2]
+    assert plan.reported_by(1).tolist() == [True, True]
+    assert plan.reported_by(2).tolist() == [False, False]
 
 
 def test_groups_that_take_similar_times_are_in_the_same_pass():

@@ -42,10 +42,12 @@ class Trained:
     metrics  of every step
     outputs  name -> an array, after the last step: the weights, the output matrix as a teacher's,
              and log-probabilities, entropies and whether tokens are the most likely ones
+    modes    whether the model and its parts are in training mode after that evaluation
     """
 
     metrics: list[dict[str, float]]
     outputs: dict[str, np.ndarray]
+    modes: set[bool]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,8 @@ def train(model: Path, settings: tuple[str, ...]) -> Trained:
     outputs = dict(engine.export_weights())
     outputs["output matrix"] = engine.output_matrix()
     outputs["log-probabilities"] = torch.stack([x.float() for x in engine.log_probs(make_batch(1))])
-    return Trained(metrics, {name: x.float().numpy() for name, x in outputs.items()})
+    modes = {module.training for root in engine.modules() for module in root.modules()}
+    return Trained(metrics, {name: x.float().numpy() for name, x in outputs.items()}, modes)
 
 
 def params_of_layouts() -> list:
@@ -93,6 +96,8 @@ def test_megatron_trains_as_fsdp_does(trained, name):
     actual = trained(model, num_ranks, (MEGATRON, *shared, *layout))
     for metrics, expected_metrics in zip(actual.metrics, expected.metrics, strict=True):
         assert metrics == pytest.approx(expected_metrics, rel=1e-4)
+    # Otherwise the next step would have no dropout, and keep all activations.
+    assert actual.modes == expected.modes == {True}
     assert actual.outputs.keys() == expected.outputs.keys()
     for key, output in expected.outputs.items():
         tolerance = 1e-4 if key == "log-probabilities" else 1e-5

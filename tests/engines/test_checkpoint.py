@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from config import InputError
-from engines.checkpoint.checkpointer import Checkpointer, find_checkpoint
-from engines.checkpoint.export import export_checkpoint
-from engines.checkpoint.storage import Writer, read_tensors
+from engines.checkpoint.checkpointer import Checkpointer, find_checkpoint, read_progress
+from engines.checkpoint.export import export_checkpoint, export_hf
+from engines.checkpoint.storage import read_tensors
+from engines.model.model_files import fingerprint
+from tests.engines.stub_engine import StubEngine, StubTokenizer, save
 from tests.support.models import make_model
+from tests.support.training import flip_bit
 from tests.support.traps import set_trap
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -24,37 +25,6 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 class Killed(BaseException):
     """Stands for kill -9: no handler of an ordinary exception sees it."""
-
-
-class StubEngine:
-    """The part of an engine that a checkpoint needs: named tensors of a model directory."""
-
-    has_unused_weights = False
-
-    def __init__(self, model: Path):
-        self.config = OmegaConf.create({"model": {"path": str(model)}})
-        self.weights = load_file(model / "model.safetensors")
-
-    def state(self, loading: bool = False) -> dict:
-        return {"model": self.weights}
-
-    def load_state(self, state: dict) -> None:
-        self.weights = state["model"]
-
-    def write(self, states: dict, directory: Path, group: dist.ProcessGroup | None) -> None:
-        dcp.save(states, storage_writer=Writer(directory))
-
-    def read(self, states: dict, directory: Path) -> dict:
-        dcp.load(states, checkpoint_id=directory)
-        return states
-
-    def save_config(self, directory: Path) -> None:
-        shutil.copy(Path(self.config.model.path) / "config.json", directory)
-
-
-class StubTokenizer:
-    def save_pretrained(self, directory: Path) -> None:
-        (directory / "tokenizer.json").write_text('{"tokens": "a b c"}')
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +40,6 @@ def engine(model) -> StubEngine:
 @pytest.fixture
 def checkpointer(tmp_path) -> Checkpointer:
     return Checkpointer(tmp_path / "checkpoints", max_checkpoints=3, asynchronous=False)
-
-
-def save(checkpointer: Checkpointer, step: int, engine: StubEngine) -> Path:
-    progress = {"step": step, "export_dtype": "float32"}
-    checkpointer.save(step, engine, progress, StubTokenizer())
-    return checkpointer.directory / f"step_{step:08d}"
-
-
-def flip_bit(path: Path) -> None:
-    """Flip one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def kill_at_rename(monkeypatch, name: str) -> None:
@@ -135,6 +92,21 @@ def test_the_newest_checkpoints_are_kept(checkpointer, engine, max_checkpoints, 
         save(checkpointer, step, engine)
     directories = sorted(checkpointer.directory.glob("step_*"))
     assert [path.name for path in directories] == [f"step_{step:08d}" for step in kept]
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(checkpointer):
+    """Not of their names: later steps may have more digits."""
+    for name in ("step_99999999", "step_100000000", "step_00000007"):
+        (checkpointer.directory / name).mkdir(parents=True)
+    assert checkpointer.latest().name == "step_100000000"
+
+
+def test_an_engine_that_leaves_weights_unused_names_the_model_that_has_them(
+    checkpointer, engine, model, monkeypatch
+):
+    monkeypatch.setattr(StubEngine, "has_unused_weights", True)
+    progress = read_progress(save(checkpointer, 1, engine))
+    assert progress == {"step": 1, "export_dtype": "float32", "rest": str(model.absolute())}
 
 
 def test_loading_restores_weights_progress_and_random_numbers(checkpointer, engine, model):
@@ -212,6 +184,41 @@ def test_a_damaged_checkpoint_is_not_resumed_from(checkpointer, engine, file):
     assert (checkpointer.directory / "latest").read_text() == "step_00000001\n"
 
 
+def test_progress_that_was_changed_is_damage(checkpointer, engine):
+    intact = save(checkpointer, 1, engine)
+    file = save(checkpointer, 2, engine) / "trainer.json"
+    file.write_text(file.read_text().replace('"step": 2', '"step": 3'))
+    assert checkpointer.find("auto") == intact
+
+
+def test_a_save_that_fails_leaves_nothing(checkpointer, engine, monkeypatch):
+    def fail(*arguments) -> None:
+        raise RuntimeError("a node is gone")
+
+    saved = save(checkpointer, 1, engine)
+    monkeypatch.setattr(engine, "write", fail)
+    with pytest.raises(RuntimeError, match="a node is gone"):
+        save(checkpointer, 2, engine)
+    assert {*checkpointer.directory.iterdir()} == {saved, saved.with_name("latest")}
+
+
+def test_an_earlier_damaged_checkpoint_of_the_same_step_is_kept(checkpointer, engine):
+    intact = save(checkpointer, 1, engine)
+    for _ in range(2):
+        flip_bit(save(checkpointer, 2, engine) / DAMAGED[0])
+        assert checkpointer.find("auto") == intact
+    damaged = [path.name for path in sorted(checkpointer.directory.glob("*.damaged*"))]
+    assert damaged == ["step_00000002.damaged", "step_00000002.damaged1"]
+
+
+def test_a_file_of_weights_that_is_not_listed_is_damage(checkpointer, engine):
+    """As one that a crashed run of more ranks has left: torch would read it, too."""
+    intact = save(checkpointer, 1, engine)
+    damaged = save(checkpointer, 2, engine)
+    shutil.copy(damaged / "weights" / "__0_0.distcp", damaged / "weights" / "__1_0.distcp")
+    assert checkpointer.find("auto") == intact
+
+
 def test_in_place_of_a_damaged_checkpoint_of_another_run_its_newest_one_is_named(
     checkpointer, engine, tmp_path
 ):
@@ -244,6 +251,45 @@ def test_an_export_holds_the_weights_of_the_checkpoint(checkpointer, engine, tmp
         assert torch.equal(exported[name], tensor), name
     assert (tmp_path / "exported" / "tokenizer.json").is_file()
     assert (tmp_path / "exported" / "config.json").is_file()
+
+
+def test_an_export_replaces_an_older_one_once_it_is_complete(engine, tmp_path):
+    out = tmp_path / "hf"
+    export_hf(engine, StubTokenizer(), out)
+    (out / "left over").touch()
+    for tensor in engine.weights.values():
+        tensor.add_(1)
+    expected = {name: tensor.clone() for name, tensor in engine.weights.items()}
+
+    class FullDisk(StubTokenizer):
+        def save_pretrained(self, directory: Path) -> None:
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        export_hf(engine, FullDisk(), out)
+    assert (out / "left over").exists(), "the older one is still there"
+    export_hf(engine, StubTokenizer(), out)
+    assert not (out / "left over").exists()
+    exported = load_file(out / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(exported[name], tensor), name
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_adapters_are_merged_only_into_the_model_that_they_were_trained_with(
+    checkpointer, engine, model, tmp_path
+):
+    base = shutil.copytree(model, tmp_path / "base")
+    progress = {"step": 1, "export_dtype": "float32", "lora": {"rank": 2, "base": str(base)}}
+    progress["run"] = {"frozen weights": fingerprint(base)}
+    checkpointer.save(1, engine, progress, StubTokenizer())
+    flip_bit(base / "model.safetensors")
+    with pytest.raises(InputError, match="trained with a different model from the one that is now"):
+        export_checkpoint(checkpointer.latest(), tmp_path / "merged", merge=True)
+    shutil.rmtree(base)
+    with pytest.raises(InputError, match="the frozen model was in .*base, which does not exist"):
+        export_checkpoint(checkpointer.latest(), tmp_path / "merged", merge=True)
 
 
 def test_an_export_finds_the_newest_checkpoint_of_a_run(tmp_path, capsys):

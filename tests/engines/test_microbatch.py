@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from data.batching.batch import Batch, make_cu_seqlens
-from engines.microbatch import Layout, lay_out, make_grid, place_tokens
+from engines.microbatch import Layout, MicroBatch, lay_out, make_grid, place_tokens
+from engines.model.routes import FIELD as ROUTES, no_route
 
 LENGTHS = [5, 1, 12, 7]
 LAYOUTS = [
@@ -49,7 +50,7 @@ def make_batch(lengths: list[int] = LENGTHS) -> Batch:
     loss_mask[::4] = 0
     fields = {"loss_mask": loss_mask}
     return Batch(
-        torch.arange(100, 100 + num_tokens),
+        torch.arange(num_tokens),  # 0 is a token like any other
         make_cu_seqlens(torch.tensor(lengths, dtype=torch.int64)),
         fields,
     )
@@ -96,6 +97,64 @@ def test_later_tokens_are_read_from_the_second_slot_on(layout):
         assert torch.equal(later[has_token], main[has_token] + ahead)
         is_first_token = torch.isin(main, batch.input_ids[batch.position_ids == 0])
         assert not has_token[is_first_token].any()
+
+
+def lay_out_on_ranks(batch: Batch, layout: Layout, num_ranks: int, **options) -> list[MicroBatch]:
+    cpu = torch.device("cpu")
+    groups = [FakeGroup(rank, num_ranks) for rank in range(num_ranks)]
+    return [lay_out(batch, layout, group, cpu, **options) for group in groups]
+
+
+def in_slots(values: torch.Tensor) -> torch.Tensor:
+    """Return values [b, s, ...] of a rank in the order of its slots, [s * b, ...]."""
+    return values.transpose(0, 1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("layout, num_ranks", layouts_on_ranks(1, 2, 4), ids=str)
+def test_a_rank_has_the_candidates_of_its_own_targets(layout, num_ranks):
+    batch = make_batch()
+    batch.fields["candidate_ids"] = torch.stack([batch.input_ids, batch.input_ids + 1000], 1).int()
+    for micro_batch in lay_out_on_ranks(batch, layout, num_ranks):
+        targets = micro_batch.targets
+        assert torch.equal(micro_batch.candidate_ids, torch.stack([targets, targets + 1000], 1))
+
+
+@pytest.mark.parametrize("layout, num_ranks", layouts_on_ranks(1, 2, 4), ids=str)
+def test_layers_that_predict_further_ahead_are_numbered_from_1(layout, num_ranks):
+    batch = make_batch()
+    for micro_batch in lay_out_on_ranks(batch, layout, num_ranks, num_ahead=2):
+        read = in_slots(micro_batch.input_ids)
+        assert len(micro_batch.ahead) == 2
+        for number, ahead in enumerate(micro_batch.ahead, start=1):
+            targets = ahead.targets
+            assert torch.equal(read[ahead.predicting_slots], targets - 1 - number)
+            later = in_slots(ahead.input_ids)
+            assert torch.equal(later[later >= 0], read[later >= 0] + number)
+
+
+@pytest.mark.parametrize("layout, num_ranks", layouts_on_ranks(1, 2, 4), ids=str)
+def test_the_slots_of_all_ranks_predict_the_tokens_of_the_batch(layout, num_ranks):
+    batch = make_batch()
+    micro_batches = lay_out_on_ranks(batch, layout, num_ranks)
+    gathered = []
+    for micro_batch in micro_batches:
+        slots = torch.zeros(micro_batch.input_ids.numel(), dtype=torch.int64)
+        gathered.append(slots.index_copy(0, micro_batch.predicting_slots, micro_batch.targets))
+    for micro_batch in micro_batches:
+        predicted = torch.cat(gathered)[micro_batch.source_slots]
+        assert torch.equal(predicted, batch.input_ids[micro_batch.predicted_tokens])
+
+
+@pytest.mark.parametrize("layout, num_ranks", layouts_on_ranks(1, 2, 4), ids=str)
+def test_every_slot_has_the_experts_of_its_token_and_padding_has_none(layout, num_ranks):
+    batch = make_batch()
+    ids = batch.input_ids[:, None, None]
+    batch.fields[ROUTES] = torch.cat([ids, ids + 1], 2).to(torch.uint8)
+    for micro_batch in lay_out_on_ranks(batch, layout, num_ranks):
+        read = micro_batch.input_ids
+        expected = torch.stack([read, read + 1], 2)[:, :, None].to(torch.uint8)
+        expected[micro_batch.padding] = no_route(torch.uint8)
+        assert torch.equal(micro_batch.routes, expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -18,12 +18,12 @@ from engines.fsdp.attention import Packing, ulysses_attention
 from engines.heads import LogProbHead
 from engines.model import guard
 from engines.parallel.collectives import AllGatherSliceGrad, AllGatherSumGrad, groups_by_size
-from engines.parallel.device import on_rank0
-from engines.parallel.varlen import Scoring, Zigzag, attend_in_segment
+from engines.parallel.device import on_all_ranks, on_rank0, set_timeouts
+from engines.parallel.varlen import Scoring, Zigzag, attend_in_segment, causal_mask
 from engines.planning import Planner
 from job.consistency import check_ranks_agree
 from job.signals import Agreement
-from tests.engines import test_checkpoint
+from tests.engines import stub_engine
 from tests.engines.test_guard import StubEngine
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
@@ -124,6 +124,19 @@ def test_ranks_that_share_sequences_attend_as_one(tmp_path, zigzag, num_ranks):
             for values, whole in zip(results[number], expected, strict=True):
                 difference = (torch.tensor(values) - whole[tokens]).abs().max()
                 assert difference < 1e-5, (name, rank)
+
+
+@pytest.mark.parametrize(
+    "window, expected",
+    [
+        (0, [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]),
+        (1, [[0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]),
+        (3, [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]),
+        (9, [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]),
+    ],
+)
+def test_a_query_sees_as_many_keys_as_its_window_has_with_its_own(window, expected):
+    assert causal_mask(2, 5, window, CPU).int().tolist() == expected
 
 
 def test_without_a_causal_mask_a_query_sees_all_keys():
@@ -324,15 +337,19 @@ def test_groups_are_powers_of_two_of_neighbouring_data_parallel_ranks(tmp_path):
     ]
 
 
-def groups_of_three_ranks() -> dict[int, int]:
+def groups_of_all_ranks() -> dict[int, int]:
     """Return the number of ranks of each of this rank's groups, by the size that it is for."""
-    singles = [dist.new_group([number]) for number in range(3)]
+    singles = [dist.new_group([number]) for number in range(dist.get_world_size())]
     groups = groups_by_size(dist.group.WORLD, singles[dist.get_rank()])
     return {size: group.size() for size, group in groups.items()}
 
 
 def test_the_last_of_three_ranks_is_in_no_group_of_two(tmp_path):
-    assert on_ranks(3, tmp_path, groups_of_three_ranks) == [{1: 1, 2: 2}, {1: 1, 2: 2}, {1: 1}]
+    assert on_ranks(3, tmp_path, groups_of_all_ranks) == [{1: 1, 2: 2}, {1: 1, 2: 2}, {1: 1}]
+
+
+def test_all_ranks_may_be_one_group(tmp_path):
+    assert on_ranks(2, tmp_path, groups_of_all_ranks) == [{1: 1, 2: 2}] * 2
 
 
 # -- decisions and checks --------------------------------------------------------------------------
@@ -352,6 +369,35 @@ def work_on_rank0() -> list:
 
 def test_what_rank_0_returns_or_raises_reaches_all_ranks(tmp_path):
     assert on_ranks(3, tmp_path, work_on_rank0) == [[0, 4, "a mistake"]] * 3
+
+
+def work_on_every_rank() -> list:
+    def fail_on_later_ranks() -> None:
+        if dist.get_rank():
+            raise InputError(f"a mistake on rank {dist.get_rank()}")
+
+    try:
+        on_all_ranks(fail_on_later_ranks)
+        message = None
+    except InputError as error:
+        message = str(error)
+    return [on_all_ranks(max, 3, dist.get_rank() + 2), message]
+
+
+def test_a_mistake_on_any_rank_is_an_error_on_all(tmp_path):
+    expected = [[3, "a mistake on rank 1"], [3, "a mistake on rank 1"], [4, "a mistake on rank 1"]]
+    assert on_ranks(3, tmp_path, work_on_every_rank) == expected
+
+
+def timeouts_on_rank() -> list[float]:
+    group = dist.new_group(backend="gloo")
+    set_timeouts(0.5)
+    groups = [dist.group.WORLD, group]
+    return [g._get_backend(CPU).options._timeout.total_seconds() for g in groups]
+
+
+def test_the_limit_of_waiting_holds_in_all_groups(tmp_path):
+    assert on_ranks(2, tmp_path, timeouts_on_rank) == [[30.0, 30.0], [30.0, 30.0]]
 
 
 def decide_on_rank() -> list[tuple[bool, bool]]:
@@ -442,10 +488,10 @@ def test_adapters_need_a_gradient_if_any_ranks_loss_has_one(tmp_path, grad_norm,
 
 def save_on_full_disk(model: Path, directory: Path) -> str:
     """Return the error of a rank, when the disk fills up after the checkpoint is complete."""
-    engine = test_checkpoint.StubEngine(model)
+    engine = stub_engine.StubEngine(model)
     checkpointer = Checkpointer(directory, max_checkpoints=3, asynchronous=False)
     try:
-        test_checkpoint.save(checkpointer, 1, engine)
+        stub_engine.save(checkpointer, 1, engine)
     except InputError as error:
         return str(error)
     raise AssertionError("the checkpoint was saved")

@@ -28,6 +28,7 @@ def test_equal_ranks_have_no_difference(tmp_path):
     assert setup == describe_rank(configure(tmp_path))
     assert setup["optim.lr"] == "1e-06"
     assert "rankwise's rl/losses.py" in setup
+    assert "rankwise's rollout/vllm/scheduler.py" in setup
     assert "rankwise's configs/ppo.yaml" in setup
     assert "rankwise's train_ppo.py" in setup
     assert not any("tests/" in name for name in setup)

@@ -159,6 +159,45 @@ def test_ranks_in_one_long_stage_and_ranks_that_go_on_are_left_alone(make_ranks,
     assert exits == []
 
 
+@pytest.mark.parametrize(
+    "stages_entered",
+    [
+        lambda poll: (poll // 3 + 1, poll // 3),
+        lambda poll: (poll // 3 + 2, 1),
+    ],
+    ids=["both go on", "one goes on"],
+)
+def test_no_rank_is_late_while_ranks_enter_new_stages(tmp_path, exits, stages_entered):
+    """However many polls there have been: only those within one stage count."""
+    watching = Heartbeat(tmp_path, 0, 0, LIMIT_SECONDS / 60, lambda: 0.0)
+    watching.close()
+    previous = []
+    for poll in range(40):
+        records = [
+            Record(rank, entered, "reward", alive=poll)
+            for rank, entered in enumerate(stages_entered(poll))
+        ]
+        watching._count_polls(records, previous)
+        watching._end_if_late(records)
+        previous = records
+    assert exits == []
+
+
+def test_the_time_in_a_stage_begins_when_the_rank_enters_it(make_ranks):
+    (rank,) = make_ranks(0)
+    rank.ended.set()
+    (at_start,) = rank.records()
+    rank.enter("reward", 7)
+    (entered,) = rank.records()
+    assert at_start.since < entered.since
+    assert entered.entered == at_start.entered + 1
+    assert (entered.stage, entered.step) == ("reward", 7)
+    rank._refresh()
+    (alive,) = rank.records()
+    assert alive == replace(entered, alive=alive.alive), "a sign of life changes nothing else"
+    assert alive.alive > entered.alive
+
+
 def test_a_rank_that_writes_no_records_is_named_in_any_stage(make_ranks, exits, capfd):
     silent, waiting = make_ranks(0, 0)
     silent.enter("reward")

@@ -100,6 +100,26 @@ def test_a_critic_is_estimated_with_the_head_of_a_critic(model):
     assert plan.estimate("reference", roles["actor"]) == expected
 
 
+def test_the_savings_of_all_roles_with_one_setting_are_added_up(model):
+    settings = ["offload.reference=false", "algorithm.use_kl_loss=true"]
+    plan = make_plan(role_configs(ppo_config(model, *settings, f"reward.model.path={model}")), GIB)
+    (saving,) = plan.offload_savings("actor")
+    frozen = [plan.estimate(role, plan.roles[role]) for role in ("reference", "reward model")]
+    assert saving.setting == "offload.reference=true"
+    assert saving.num_bytes == sum(estimate.parameters for estimate in frozen)
+
+
+def test_the_stage_of_a_pipeline_that_needs_the_most_memory_counts(model):
+    """Mostly the first, which holds the activations of the most micro-batches; here the last."""
+    settings = ["model_engine=megatron", "engine.pipeline_model_parallel_size=2"]
+    settings += ["engine.recompute=full", "engine.log_prob_chunk_size=4096"]
+    config = sft_config(model, *settings)
+    kind = engine_class("megatron")
+    first, last = kind.estimate_memory(config, 2, "cuda", Head.LOG_PROBS, True)
+    assert last.device_total > first.device_total
+    assert make_plan({None: config}, GIB).largest() == (None, last.device_total)
+
+
 @pytest.mark.parametrize(
     "script, pairs, settings",
     [

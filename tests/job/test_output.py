@@ -9,14 +9,17 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from config import InputError
 from engines.parallel import device
 from job import output
 from tests.support.launch import LIMIT, ROOT, environment, launch, run, wait_for
+from tests.support.ranks import on_ranks
 
 HOST = socket.gethostname()
 HOLD = """
@@ -69,19 +72,26 @@ def test_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
     assert (tmp_path / ".lock").read_text() == ""
 
 
-@pytest.mark.slow
 def test_a_lock_of_another_host_holds_as_long_as_it_is_touched(tmp_path, monkeypatch):
     """As on a file system whose locks hold on one host alone."""
-    monkeypatch.setattr(output, "WATCH_SECONDS", 3.0)
+    monkeypatch.setattr(output, "WATCH_SECONDS", 1.0)
+    file = tmp_path / ".lock"
     record = {"host": "elsewhere", "pid": 1, "since": "2026-01-01 00:00:00"}
-    (tmp_path / ".lock").write_text(json.dumps(record))
-    toucher = subprocess.Popen(["sh", "-c", f"while sleep 0.5; do touch {tmp_path}/.lock; done"])
+    file.write_text(json.dumps(record))
+    ended = threading.Event()
+
+    def touch() -> None:
+        while not ended.wait(0.05):
+            os.utime(file)
+
+    toucher = threading.Thread(target=touch)
+    toucher.start()
     try:
         with pytest.raises(InputError, match="process 1 on elsewhere, since 2026-01-01"):
             output.Lock(tmp_path)
     finally:
-        toucher.kill()
-        toucher.wait()
+        ended.set()
+        toucher.join()
     output.Lock(tmp_path).release()
 
 
@@ -190,6 +200,36 @@ def test_a_directory_that_nodes_do_not_share_is_an_error(tmp_path, is_shared):
             assert "all nodes share" in stderr
     first = tmp_path / "run" if is_shared else tmp_path / "0" / "run"
     assert list(first.iterdir()) == [], "no marker is left"
+
+
+def check_from_own_folder(folder: Path, shown_after: float | None) -> str | None:
+    """Check a relative directory, which rank 1 sees late or, with None, never. Return the error."""
+    rank = dist.get_rank()
+    os.chdir(folder / str(rank))
+    if rank == 1 and shown_after is not None:
+        link = threading.Timer(shown_after, os.symlink, [folder / "0" / "run", "run"])
+        link.start()
+    try:
+        output.check_shared(Path("run"), "output_dir", seconds=30 if shown_after else 0.2)
+    except InputError as error:
+        return str(error)
+
+
+def test_a_directory_that_a_node_shows_late_is_shared(tmp_path):
+    """The file by which ranks recognize it stays until all of them have seen it."""
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    assert on_ranks(2, tmp_path, check_from_own_folder, tmp_path, 0.3) == [None, None]
+    assert list((tmp_path / "0" / "run").iterdir()) == []
+
+
+def test_a_directory_that_a_node_never_shows_is_an_error_on_all_ranks(tmp_path):
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    error = f"output_dir=run on {HOST} is not the directory that rank 0 writes to: choose one on a"
+    for message in on_ranks(2, tmp_path, check_from_own_folder, tmp_path, None):
+        assert message.startswith(error)
+    assert list((tmp_path / "0" / "run").iterdir()) == []
 
 
 HANGS = {

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from profiling import compare
+from profiling.dumps import DumpedTensor
 from tests.profiling.support import PROBE, arguments
 from tests.support.launch import run
 
@@ -165,6 +166,14 @@ def test_diverging_is_the_most_important_exit_code(codes, expected):
     assert compare.worst(codes) == expected
 
 
+@pytest.mark.parametrize("only_in_one, code", [([], 0), (["b"], 1)])
+def test_a_tensor_of_one_run_alone_is_a_divergence(capsys, only_in_one, code):
+    tensor = DumpedTensor("a", [2], "float32", {"max": 1.0, "min": 0.0}, None)
+    comparison = compare.Comparison("stage", [compare.Pair(tensor, tensor, 0.0)], only_in_one)
+    assert compare.report(comparison, compare.Settings()) == code
+    assert ("the first in only one run: b" in capsys.readouterr().out) == bool(only_in_one)
+
+
 @pytest.mark.parametrize(
     "a, b, expected",
     [
@@ -172,6 +181,7 @@ def test_diverging_is_the_most_important_exit_code(codes, expected):
         ((1.0, 0.0), (1.1, 0.0), 0.1 / 1.1),
         ((math.nan, 0.0), (1.0, 0.0), math.inf),
         ((math.nan, 0.0), (math.nan, 0.0), 0.0),
+        ((math.inf, 0.0), (1.0, 0.0), math.inf),
         ((None, None), (None, None), 0.0),
     ],
 )

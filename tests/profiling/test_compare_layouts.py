@@ -86,14 +86,40 @@ def test_statistics_of_padded_shards_pool_to_those_of_the_whole(tmp_path):
     assert whole.rms == pytest.approx(expected.square().mean().sqrt().item())
 
 
+def test_each_call_has_the_padding_of_its_own_micro_batch(tmp_path):
+    """The first one has none. The padding is full of huge numbers."""
+    model = decoder()
+    paddings = [torch.zeros(4, 1, dtype=torch.bool), torch.tensor([[False], [False], [True]])]
+    current = []
+    engine = SimpleNamespace(
+        modules=lambda: [model],
+        coordinates=lambda: {"first_layers": [0]},
+        padding=lambda: current[-1],
+    )
+    recorder = OutputRecorder(engine)
+    recorder.start()
+    for padding in paddings:
+        current.append(padding)
+        model.decoder.layers[0](padding[:, :, None] * torch.full((4,), 1e6))
+    recorder.stop()
+    recorder.write(tmp_path / FILE)
+    for record in read_outputs(tmp_path).records:
+        assert [call.size for call in record.calls] == [4 * 6, 2 * 6]
+        assert record.calls[1].max < 1e3
+
+
 def test_calls_that_recompute_activations_are_not_recorded(tmp_path):
     def train(layer, x):
-        output = checkpoint(layer.linear, x.requires_grad_(), use_reentrant=False)
-        output.square().sum().backward()
+        # The square needs the layer's output, so the layer is computed to its end once more.
+        squares = checkpoint(
+            lambda x: layer.linear(x).square(), x.requires_grad_(), use_reentrant=False
+        )
+        squares.sum().backward()
 
     outputs = recorded(tmp_path / "rank0", torch.randn(7, 1, 4), None, train, first_layer=3)
     assert list(outputs) == ["decoder.layers.3.linear"], "numbered as in the whole model"
     assert len(outputs["decoder.layers.3.linear"]) == 1
+    assert read_outputs(tmp_path / "rank0").num_recomputed == 1
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,16 @@ def test_the_report_of_a_run_that_has_just_begun(tmp_path):
     assert report.write_report(tmp_path).exists()
 
 
+def test_a_stage_of_some_steps_has_the_median_of_these(tmp_path):
+    lines = [{"step": step, "timing/step": 2.0, "timing/reward": 1.0} for step in range(1, 8)]
+    lines[2] |= {"timing/save": 3.0}
+    lines[5] |= {"timing/save": 4.0}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = {line.split()[0]: line.split()[1:] for line in report.table(tmp_path).splitlines()}
+    assert rows["save"] == ["3.5000", "4.0000", "7.00", "50.0%", "2"]
+    assert rows["reward"] == ["1.0000", "1.0000", "7.00", "50.0%", "7"]
+
+
 def test_stages_are_in_the_order_in_which_they_ran():
     """A stage that later steps add comes last."""
     first = {"step": 1, "timing/wake": 1.0, "score/mean": 0.5, "timing/actor_update": 2.0}

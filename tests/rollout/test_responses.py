@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from engines.model import routes
 from rollout.responses import Responses
 from rollout.vllm.generation import read_output
 
@@ -85,6 +86,14 @@ def test_prompts_and_responses_are_packed(write, num_candidates):
         *[none, none, [3, 3, 8], [4, 8, 4], [5, 5, -1]],
     ]
     assert batch.candidate_ids.dtype == torch.int64
+
+
+def test_routes_of_all_tokens_are_a_field_of_the_batch():
+    responses = Responses(3, 4, 0)
+    append_all(responses, with_candidates=False)
+    responses.routes = np.arange(11 * 2, dtype=np.uint8).reshape(11, 1, 2)
+    batch = responses.batch(PROMPTS)
+    assert batch.fields[routes.FIELD].tolist() == responses.routes.tolist()
 
 
 def test_a_token_with_unknown_candidates_is_reported():

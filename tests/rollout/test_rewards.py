@@ -31,6 +31,7 @@ from rollout.grading.grader import (
     check_failures,
 )
 from rollout.grading.process import Ending, worker_environment
+from rollout.grading.scores import with_steps
 from rollout.grading.signature import Signature
 
 ROOT = Path(__file__).parents[2]
@@ -858,11 +859,11 @@ def test_a_call_beside_one_that_ended_the_worker_is_made_again(make, file, tmp_p
     function = f"{file}:first_attempt_hangs"
     settings = ("reward.concurrency=2", "reward.kwargs.path=marker")
     with closing(make(function, 1, SLACK, *settings)) as grader:
-        items = [("", text, row) for text in ("exit", "abc", "exit", "ab")]
-        results = grader.grade(items, range(4))
-        kinds = [(r.kind, r.trace) for r in results[::2]]
+        items = [("", text, row) for text in ("abc", "exit", "exit", "ab")]
+        first, *ended, last = grader.grade(items, range(4))
+        kinds = [(result.kind, result.trace) for result in ended]
         assert kinds == [("died", "ended with exit code 3")] * 2
-        assert results[1::2] == [Reward(3.0, {}), Reward(2.0, {})]
+        assert [first, last] == [Reward(3.0, {}), Reward(2.0, {})]
 
 
 def test_a_call_is_made_again_if_the_time_of_another_one_ended_the_worker(make, file, tmp_path):
@@ -1403,3 +1404,29 @@ def test_a_closed_grader_can_grade_again(make):
 
 def test_no_samples_are_no_failures():
     check_failures([], 0, 0.0)
+
+
+def test_failures_of_earlier_draws_of_the_step_count():
+    failures = [Failure("raised", "Zero", {}, "1/0")]
+    check_failures(failures, 8, 0.25, num_earlier=1)
+    with pytest.raises(InputError, match=r"^3 of 8 samples \(37.5%\) could not be graded"):
+        check_failures(failures, 8, 0.25, num_earlier=2)
+    check_failures([], 8, 0.25, num_earlier=3)  # reported before
+
+
+def test_rewards_of_steps_count_in_the_score():
+    answer = {"score": 1.0, "parts": {"length": 1.0}}
+    steps = [(1, 0.5), (3, -0.25)]
+    assert with_steps(answer, steps, "abc", "f") == answer | {
+        "score": 1.25,
+        "steps": [[1, 0.5], [3, -0.25]],
+    }
+
+
+def test_the_time_of_a_call_ends_with_its_answer(make):
+    """Otherwise it would end the worker during a later call."""
+    with closing(make("exact_match", 1, SLACK)) as grader:
+        grader.grade([("", "85", {"answer": "85"})] * 3, range(3))
+        (worker,) = grader.idle
+        assert worker.pending == {}
+        assert worker.deadlines == {}

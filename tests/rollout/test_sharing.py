@@ -12,12 +12,14 @@ from data.images.processor import ImageStore
 from rollout.samples import Samples
 from rollout.sharing import Share, divide
 from tests.engines.fsdp.cases import build
+from tests.support.guarded import unguarded
 from tests.support.models import make_image_model, make_model
 from tests.support.ranks import on_ranks
 from tests.support.samples import make_samples
 
 LENGTHS = [3, 9, 1, 4, 1, 5, 9, 2, 6, 5]  # of the responses; prompts have two tokens
 OWNERS = [1, 0, 1, 1, 0, 1, 0, 0, 1, 1]
+TEACHERS = 1000  # what is added to the tokens that a teacher sees
 MINI_BATCHES = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 0, 1])
 
 
@@ -36,9 +38,12 @@ def held_samples(rank: int, num_ranks: int) -> Samples:
 
 def divide_and_exchange(model: Path, engine_settings: str, max_tokens: int) -> dict:
     cap = [f"data.max_tokens_per_micro_batch={max_tokens}"]
-    engine = build(model, torch.device("cpu"), engine_settings, cap)
+    with unguarded():
+        engine = build(model, torch.device("cpu"), engine_settings, cap)
     samples = held_samples(dist.get_rank(), dist.get_world_size())
-    share = divide(samples, MINI_BATCHES, engine)
+    teachers_batch = replace(samples.batch, input_ids=samples.batch.input_ids + TEACHERS)
+    seen_by_teacher = replace(samples, batch=teachers_batch)
+    share = divide(samples, MINI_BATCHES, engine, seen_by_teacher=seen_by_teacher)
     numbers = torch.stack([share.indices, share.batch.cu_seqlens.diff()], 1)
     return {
         "share": replace(share, group=None),
@@ -81,6 +86,8 @@ def test_each_response_reaches_the_ranks_that_train_on_it(
         expected = whole.select(indices)
         assert share.batch.input_ids.tolist() == expected.input_ids.tolist()
         assert share.batch.cu_seqlens.tolist() == expected.cu_seqlens.tolist()
+        assert share.teacher_batch.cu_seqlens.tolist() == expected.cu_seqlens.tolist()
+        assert torch.equal(share.teacher_batch.input_ids, expected.input_ids + TEACHERS)
         assert share.batch.fields.keys() == expected.fields.keys()
         for name, values in expected.fields.items():
             assert share.batch.fields[name].tolist() == values.tolist(), name

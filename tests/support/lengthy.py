@@ -72,7 +72,7 @@ LENGTHY: dict[str, Iterable[str] | None] = {
     ),
     "tests/engines/test_divergence.py::test_trl": None,
     "tests/engines/test_estimate.py::test_gathered_weights_and_unreduced_*": None,
-    "tests/engines/test_low_precision.py::test_muon_is_rounded_the_same_*": None,
+    "tests/engines/test_low_precision.py::test_muon_is_rounded_the_same_*": ("4 ranks",),
     "tests/engines/test_low_precision.py::test_small_updates_count": (
         "0.0001-bfloat16, 8-bit moments",
         "0.0001-fp32, 8-bit moments",
@@ -88,7 +88,11 @@ LENGTHY: dict[str, Iterable[str] | None] = {
     "tests/engines/test_parallel.py::test_every_sequence_is_in_one_micro_batch_*": None,
     "tests/engines/test_parallel.py::test_groups_are_powers_of_two_*": None,
     "tests/engines/test_parallel.py::test_ranks_that_divide_the_vocabulary_compute_*": ("True",),
-    "tests/engines/test_parallel.py::test_ranks_that_share_sequences_attend_as_one": None,
+    "tests/engines/test_parallel.py::test_ranks_that_share_sequences_attend_as_one": (
+        "False-4",
+        "True-2",
+        "True-4",
+    ),
     "tests/job/test_heartbeat.py::test_a_late_rank_on_a_node_*": ("-3600",),
     "tests/job/test_heartbeat.py::test_a_rank_that_writes_no_records_*": None,
     "tests/job/test_heartbeat.py::test_ranks_in_one_long_stage_*": None,
@@ -215,7 +219,6 @@ LENGTHY: dict[str, Iterable[str] | None] = {
     "tests/rollout/test_fp8.py::test_an_fp8_cache_that_a_model_cannot_bear_*": None,
     "tests/rollout/test_partial_groups.py::test_every_rank_forgets_the_groups_*": ("2",),
     "tests/rollout/test_probe.py::test_the_base_is_recorded_without_the_adapters_*": None,
-    "tests/rollout/test_rewards.py::test_a_call_beside_one_that_ended_the_worker_*": None,
     "tests/rollout/test_rewards.py::test_a_call_that_hangs_*": None,
     "tests/rollout/test_rewards.py::test_an_async_call_that_is_late_*": None,
     "tests/rollout/test_rewards.py::test_a_call_is_made_again_if_the_time_of_another_*": None,
@@ -227,7 +230,6 @@ LENGTHY: dict[str, Iterable[str] | None] = {
     "tests/rollout/test_rewards.py::test_secrets_reach_a_worker_*": None,
     "tests/rollout/test_rewards.py::test_text_that_a_function_writes_*": None,
     "tests/rollout/test_rewards.py::test_the_state_of_a_module_*": None,
-    "tests/rollout/test_sharing.py::test_each_response_reaches_the_ranks_that_train_on_it": None,
     "tests/rollout/test_speculation.py::test_drafts_change_no_token_of_the_v1_model_runner": None,
 }
 

@@ -1,0 +1,67 @@
+"""The scheduler for closed batches ends requests as vLLM's own scheduler does.
+
+No model draws the tokens: they are given. test_rollout.py compares the two schedulers with a model,
+and where memory is short.
+"""
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from rollout.responses import Responses
+from tests.support.models import make_model
+
+
+@pytest.fixture(scope="module")
+def batches():
+    from tests.rollout import closed_batches  # imports vLLM, which takes seconds
+
+    return closed_batches
+
+
+@pytest.fixture(scope="module")
+def vllm_config(batches, tmp_path_factory):
+    model = tmp_path_factory.mktemp("scheduler") / "model"
+    make_model(model, "qwen2_tied")
+    return batches.make_vllm_config(model)
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 2])
+def test_requests_end_as_in_vllms_own_scheduler(batches, vllm_config, num_in_flight):
+    expected_tokens, expected_reasons = batches.run_vllms(vllm_config, num_in_flight)
+    assert len(expected_tokens["ends at max_model_len"]) == batches.MAX_MODEL_LEN - 11
+    assert set(expected_reasons.values()) == {"stop", "length"}
+    responses = Responses(len(batches.REQUESTS), batches.MAX_MODEL_LEN, 0)
+    scheduler = batches.begin(vllm_config, responses)
+    max_tokens = scheduler.max_num_scheduled_tokens
+    steps = batches.Steps(scheduler, num_in_flight)
+    for name in batches.REQUESTS:
+        steps.add(name)
+    while scheduler.has_unfinished_requests():
+        steps.step()
+    for name, tokens in expected_tokens.items():
+        taken, log_probs, _ = scheduler.take(name)
+        assert taken.tolist() == tokens, name
+        np.testing.assert_allclose(log_probs, -np.array(tokens) / 100, rtol=1e-6, err_msg=name)
+    assert steps.reasons == expected_reasons
+    assert scheduler.max_num_scheduled_tokens == max_tokens, "lowered only within a step"
+    assert scheduler.max_num_running_reqs == batches.MAX_REQUESTS
+    assert scheduler.end() == 1, "every step was a step of the scheduler for closed batches"
+
+
+def test_a_request_gets_the_row_of_one_that_was_taken(batches, vllm_config):
+    """As in episodes, where a turn's request arrives while others run, with one row for each."""
+    expected_tokens, _ = batches.run_vllms(vllm_config, 2)
+    scheduler = batches.begin(vllm_config, Responses(2, batches.MAX_MODEL_LEN, 0))
+    steps = batches.Steps(scheduler, 2)
+    waiting = deque(batches.REQUESTS)
+    steps.add(waiting.popleft())
+    steps.add(waiting.popleft())
+    taken = {}
+    while scheduler.has_unfinished_requests():
+        for name in steps.step():
+            taken[name], _, _ = scheduler.take(name)
+            if waiting:
+                steps.add(waiting.popleft())
+    assert {name: tokens.tolist() for name, tokens in taken.items()} == expected_tokens
