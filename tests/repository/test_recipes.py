@@ -196,6 +196,18 @@ def measured_cells(name: str) -> list[str]:
     ]
 
 
+def test_the_loop_has_the_scores_of_grpo_on_the_same_gpu():
+    grpo, *_ = [
+        Run(**entry)
+        for entry in json.loads(results("precision").read_text())
+        if entry["recipe"] == "sums_grpo, fp32"
+    ]
+    (loop,) = [Run(**entry) for entry in json.loads(results("sums_loop").read_text())]
+    assert loop.seed == grpo.seed
+    for metric in ("score/mean", "val/score"):
+        assert values_of(loop, metric) == values_of(grpo, metric) != []
+
+
 @pytest.mark.parametrize(
     "name, rows",
     [
