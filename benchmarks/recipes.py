@@ -11,6 +11,10 @@ key=value go to all of them. The file that it writes has one entry per run: reci
 wall time, and the metrics of every step. It is rewritten whenever a run ends, so that an
 interrupted call loses nothing. If a run fails, its last lines are printed, the other runs
 continue, and the exit code is 1.
+
+Some recipes read the models that other recipes export. They get those of the same seed, which this
+call or an earlier one has trained: runs/recipes/NAME/seed_SEED/hf. If this call trains both, the
+second run waits for the first one, and is not started if the first one fails.
 """
 
 import argparse
@@ -153,6 +157,11 @@ class Run:
         found = {key: EXPORT.fullmatch(str(value)) for key, value in leaves(config)}
         return {key: Run(match[1], self.seed) for key, match in found.items() if match}
 
+    @property
+    def needed_names(self) -> set[str]:
+        """The names of the runs whose exports this recipe reads."""
+        return {run.name for run in self.exports().values()}
+
     def command(self, settings: list[str]) -> list[str]:
         """Return the command of the recipe's header, with this seed and folder."""
         models = [f"{key}={run.folder}/hf" for key, run in self.exports().items()]
@@ -225,8 +234,7 @@ def num_gpus() -> int:
 def run_all(arguments: argparse.Namespace) -> list[Run]:
     """Execute every recipe with every seed, `jobs_per_gpu` at a time on each GPU.
 
-    Runs start in their order, but a run that needs the export of another one waits for it. The file
-    of results is written whenever a run ends.
+    Runs start in their order, but a run that needs the export of another one waits for it.
     """
     names = [text for text in arguments.names if "=" not in text]
     settings = [text for text in arguments.names if "=" in text]
@@ -238,6 +246,7 @@ def run_all(arguments: argparse.Namespace) -> list[Run]:
     running: dict[Future, tuple[Run, int | None]] = {}
     with ThreadPoolExecutor(len(free_gpus)) as pool:
         while waiting or running:
+            give_up_without_models(waiting, failed={run.name for run in runs if run.exit_code})
             unfinished = {run.name for run in runs if run.exit_code is None}
             while free_gpus and (run := first_ready(waiting, unfinished)):
                 waiting.remove(run)
@@ -257,10 +266,22 @@ def run_all(arguments: argparse.Namespace) -> list[Run]:
 def first_ready(waiting: list[Run], unfinished: set[str]) -> Run | None:
     """Return the first run whose models have been exported; None if all have to wait."""
     for run in waiting:
-        needed = {other.name for other in run.exports().values()}
-        if not needed & unfinished:
+        if not run.needed_names & unfinished:
             return run
     return None
+
+
+def give_up_without_models(waiting: list[Run], failed: set[str]) -> None:
+    """Let the runs fail whose models were not exported, and remove them from the waiting ones.
+
+    Otherwise they would read what an earlier call has left in the folder.
+    """
+    for run in list(waiting):
+        missing = run.needed_names & failed
+        if missing:
+            waiting.remove(run)
+            run.exit_code = 1
+            print(f"{run.name} is not started: {', '.join(sorted(missing))} failed", flush=True)
 
 
 def first_and_last(run: Run, name: str) -> str:
@@ -282,6 +303,13 @@ def print_table(runs: list[Run]) -> None:
     print_header("run", "seconds", *names)
     for run in runs:
         print_row(run.name, f"{run.seconds:.0f}", *[first_and_last(run, name) for name in names])
+
+
+def check_names(names: list[str], parser: argparse.ArgumentParser) -> None:
+    """End with an error message if a word is neither a recipe nor a setting."""
+    for name in names:
+        if "=" not in name and not (RECIPES / f"{name}.yaml").exists():
+            parser.error(f"{name} is not a recipe: choose a name from {RECIPES}")
 
 
 def main() -> None:
@@ -313,6 +341,7 @@ def main() -> None:
         figure = draw(read_curves(arguments.results), arguments)
         figure.savefig(arguments.out, dpi=120)
         return
+    check_names(arguments.names, parser)
     runs = run_all(arguments)
     print_table(runs)
     sys.exit(any(run.exit_code for run in runs))

@@ -10,8 +10,8 @@ longest of a few hundred replies has ten times as many tokens as the mean one.
 `build` writes train.jsonl with n problems and val.jsonl with n_val others, the same ones for the
 same arguments. A row has the columns `messages`, whose last one is the worked reply, and `lines`,
 the lines of this reply. The reward function is examples/chains.py:score: the share of lines that
-are right before the first error. `score_lines` gives the same score line by line
-(reward.step_rewards=true).
+are right before the first error. `score_lines` gives the same score line by line, for
+reward.step_rewards=true.
 """
 
 import argparse
@@ -43,34 +43,38 @@ def score(response: str, row: dict) -> float:
     """
     written_lines = response.strip().split("\n")
     num_lines = max(len(written_lines), len(row["lines"]))
-    return len(right_lines(response, row)) / num_lines
+    return num_right_lines(written_lines, row["lines"]) / num_lines
 
 
-def right_lines(response: str, row: dict) -> list[str]:
-    """Return the lines of a response before its first error."""
-    lines = []
-    for written, expected in zip(response.strip().split("\n"), row["lines"]):
+def num_right_lines(written_lines: list[str], expected_lines: list[str]) -> int:
+    """Return the number of lines before the first error."""
+    num_right = 0
+    for written, expected in zip(written_lines, expected_lines):
         if written != expected:
             break
-        lines.append(written)
-    return lines
+        num_right += 1
+    return num_right
 
 
 def score_lines(response: str, row: dict) -> tuple[float, list[tuple[int, float]]]:
-    """Return the score, and where in the response it is earned: at the end of each right line.
+    """Return 0, because lines earn the whole score, and a reward for each line of the response.
 
-    Each step is the number of characters up to the end of a right line, and the line's part of the
-    score.
+    A step is the position at which a line ends, and the line's part of the score: 0 from the first
+    error on. Without these zeros, all steps of a problem would have the same reward, and grpo_steps
+    would learn nothing from them.
     """
-    total = score(response, row)
-    lines = right_lines(response, row)
+    if not response.strip():
+        return 0.0, []
+    written_lines = response.strip().split("\n")
+    num_right = num_right_lines(written_lines, row["lines"])
+    reward_of_line = 1 / max(len(written_lines), len(row["lines"]))
     end = len(response) - len(response.lstrip())
     steps = []
-    for line in lines:
+    for i, line in enumerate(written_lines):
         end += len(line)
-        steps.append((end, total / len(lines)))
+        steps.append((end, reward_of_line if i < num_right else 0.0))
         end += len("\n")
-    return total, steps
+    return 0.0, steps
 
 
 def draw_num_steps(rng: random.Random, options: Options) -> int:

@@ -40,8 +40,9 @@ Q4_1; here they are bfloat16 again, but what the quantization rounded away is lo
 with runs that start from this directory, not with those of HuggingFaceTB/SmolLM2-135M-Instruct.
 """
 
-# Of each matrix's own standard deviation.
+# Standard deviation of the noise on a matrix, divided by the matrix's own.
 EXPERT_NOISE = 0.02
+EXPERTS_PER_TOKEN = 2
 
 
 def find_gguf() -> Path:
@@ -71,9 +72,10 @@ def with_experts(dense: "LlamaForCausalLM", num_experts: int) -> "MixtralForCaus
     settings = dense.config.to_dict()
     for name in ("model_type", "architectures", "mlp_bias", "pretraining_tp", "attention_bias"):
         settings.pop(name, None)
-    model = MixtralForCausalLM(
-        MixtralConfig(**settings, num_local_experts=num_experts, num_experts_per_tok=2)
+    config = MixtralConfig(
+        **settings, num_local_experts=num_experts, num_experts_per_tok=EXPERTS_PER_TOKEN
     )
+    model = MixtralForCausalLM(config)
     model.load_state_dict(dense.state_dict(), strict=False)
     with torch.no_grad():
         for layer, dense_layer in zip(model.model.layers, dense.model.layers, strict=True):
@@ -95,7 +97,7 @@ def build(directory: Path, gguf_path: Path, num_experts: int | None = None) -> N
     """Write the model of a GGUF file to a directory in Hugging Face format, in bfloat16.
 
     Args:
-        num_experts: make a mixture with so many experts of it; None: leave it dense.
+        num_experts: turn the model into a mixture of this many experts; None: leave it dense.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -134,9 +136,17 @@ def main() -> None:
     command = commands.add_parser("build", help="write the model in Hugging Face format")
     command.add_argument("directory", type=Path)
     command.add_argument("--gguf", type=Path, help="a GGUF file elsewhere, instead of the package")
-    command.add_argument("--experts", type=int, help="make a mixture with so many experts of it")
+    command.add_argument(
+        "--experts", type=int, metavar="N", help="turn the model into a mixture of N experts"
+    )
     arguments = parser.parse_args()
-    build(arguments.directory, arguments.gguf or find_gguf(), arguments.experts)
+    num_experts = arguments.experts
+    if num_experts is not None and num_experts < EXPERTS_PER_TOKEN:
+        command.error(
+            f"--experts {num_experts} is too few: a token is sent to {EXPERTS_PER_TOKEN} experts, "
+            f"so give at least {EXPERTS_PER_TOKEN}, or leave --experts out"
+        )
+    build(arguments.directory, arguments.gguf or find_gguf(), num_experts)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import pytest
 
 from examples import chains
 from examples.chains import Options
+from rollout.grading.scores import read_score, with_steps
 
 
 def test_every_line_of_a_reply_is_right_and_continues_the_last_one():
@@ -50,22 +51,35 @@ def test_the_score_is_the_share_of_lines_before_the_first_error(response, expect
 
 
 @pytest.mark.parametrize(
-    "response, ends",
+    "response, ends, num_right",
     [
-        ("1 + 2 = 3\n3 - 4 = -1\n#### -1", [9, 20, 28]),
-        ("\n 1 + 2 = 3\n3 - 4 = -1\n#### -1\n", [11, 22, 30]),
-        ("1 + 2 = 3\n3 - 4 = 1\n#### -1", [9]),
-        ("", []),
+        ("1 + 2 = 3\n3 - 4 = -1\n#### -1", [9, 20, 28], 3),
+        ("\n 1 + 2 = 3\n3 - 4 = -1\n#### -1\n", [11, 22, 30], 3),
+        ("1 + 2 = 3\n3 - 4 = 1\n#### -1", [9, 19, 27], 1),
+        ("1 + 2 = 3\n\n\n3 - 4 = -1", [9, 10, 11, 22], 1),
+        ("1 + 2 = 3", [9], 1),
+        ("no", [2], 0),
+        (" \n", [], 0),
+        ("", [], 0),
     ],
 )
-def test_each_right_line_is_rewarded_where_it_ends(response, ends):
+def test_each_right_line_is_rewarded_where_it_ends(response, ends, num_right):
     row = {"lines": ["1 + 2 = 3", "3 - 4 = -1", "#### -1"]}
-    total, steps = chains.score_lines(response, row)
-    assert total == chains.score(response, row)
+    outcome, steps = chains.score_lines(response, row)
     assert [end for end, _ in steps] == ends
-    assert sum(reward for _, reward in steps) == pytest.approx(total)
-    for (end, _), line in zip(steps, row["lines"]):
+    assert [reward > 0 for _, reward in steps] == [i < num_right for i in range(len(ends))]
+    for (end, _), line in zip(steps[:num_right], row["lines"]):
         assert response[:end].endswith(line)
+    graded = with_steps(read_score(outcome, {}), steps, response, "score_lines")
+    assert graded["score"] == pytest.approx(chains.score(response, row))
+
+
+def test_right_and_wrong_lines_of_a_problem_have_different_rewards():
+    """Otherwise grpo_steps, which subtracts the mean over all steps, would learn nothing."""
+    row = {"lines": ["1 + 2 = 3", "#### 3"]}
+    responses = ["1 + 2 = 3\n#### 3", "1 + 2 = 3\n#### 4"]
+    rewards = [reward for text in responses for _, reward in chains.score_lines(text, row)[1]]
+    assert rewards == [0.5, 0.5, 0.5, 0.0]
 
 
 def test_build_writes_different_problems_to_both_files(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """The recipes of examples/recipes, and benchmarks/recipes.py, which runs and draws them."""
 
 import json
+import re
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -167,6 +168,14 @@ def test_the_page_has_the_results_of_every_measured_recipe(name):
     assert cells[2:] == measured_cells(name)
 
 
+def test_the_page_lists_all_recipes_without_results():
+    _, _, rest = (RECIPES / "README.md").read_text().partition("have no results yet:\n")
+    table, _, _ = rest.partition("These commands measure recipes")
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    listed = re.findall(r"`(\w+)`", " ".join(first_cells))
+    assert sorted(listed) == [name for name in NAMES if name not in MEASURED]
+
+
 def values_of(run: Run, metric: str) -> list[float]:
     return [line[metric] for line in run.metrics if metric in line]
 
@@ -185,6 +194,18 @@ def measured_cells(name: str) -> list[str]:
         f"{median(seconds):.2f}",
         f"{max(run.seconds for run in runs):.0f}",
     ]
+
+
+def test_the_loop_has_the_scores_of_grpo_on_the_same_gpu():
+    grpo, *_ = [
+        Run(**entry)
+        for entry in json.loads(results("precision").read_text())
+        if entry["recipe"] == "sums_grpo, fp32"
+    ]
+    (loop,) = [Run(**entry) for entry in json.loads(results("sums_loop").read_text())]
+    assert loop.seed == grpo.seed
+    for metric in ("score/mean", "val/score"):
+        assert values_of(loop, metric) == values_of(grpo, metric) != []
 
 
 @pytest.mark.parametrize(
@@ -239,6 +260,35 @@ def test_a_recipe_waits_for_the_sft_run_that_it_starts_from(tmp_path, monkeypatc
     runs = ("gsm_sft/seed_3", "gsm_grpo/seed_3")
     assert events == [f"{run} {event}" for run in runs for event in ("begins", "ends")]
     assert [run["exit_code"] for run in json.loads(arguments.out.read_text())] == [0, 0]
+
+
+def test_a_recipe_whose_model_was_not_trained_is_not_started(tmp_path, monkeypatch, capsys):
+    started = []
+
+    def execute(run, settings, gpu, deadline):
+        started.append(run.name)
+        run.exit_code = int(run.name == "gsm_sft/seed_3")
+
+    monkeypatch.setattr(recipes, "execute", execute)
+    options = {"seeds": [3, 4], "gpus": [0], "jobs_per_gpu": 2, "time_limit": 60.0}
+    names = ["gsm_reward_model", "gsm_rm", "sums_grpo", "gsm_sft"]
+    arguments = Namespace(names=names, out=tmp_path / "results.json", **options)
+    runs = recipes.run_all(arguments)
+    failed = {run.name for run in runs if run.exit_code}
+    assert failed == {"gsm_sft/seed_3", "gsm_rm/seed_3", "gsm_reward_model/seed_3"}
+    succeeded = {run.name for run in runs} - failed
+    assert sorted(started) == sorted(["gsm_sft/seed_3", *succeeded])
+    assert len(json.loads(arguments.out.read_text())) == len(names) * 2
+    assert "gsm_rm/seed_3 is not started: gsm_sft/seed_3 failed" in capsys.readouterr().out
+
+
+def test_an_unknown_recipe_is_an_error_before_any_run(tmp_path, monkeypatch, capsys):
+    command = ["recipes", "run", "--out", str(tmp_path / "results.json"), "sums_grpo", "sums_gpro"]
+    monkeypatch.setattr("sys.argv", command)
+    monkeypatch.setattr(recipes, "execute", lambda *_: pytest.fail("a run has started"))
+    with pytest.raises(SystemExit, match="2"):
+        recipes.main()
+    assert "sums_gpro is not a recipe" in capsys.readouterr().err
 
 
 def test_the_seconds_of_a_run_add_up():

@@ -182,3 +182,12 @@ def test_a_mixture_of_experts_computes_nearly_the_same(tmp_path, llama):
         expected = llama(tokens).logits
         logits = mixture(tokens).logits
     assert (logits - expected).std() < 0.1 * expected.std()
+
+
+def test_a_token_needs_two_experts(tmp_path, monkeypatch, capsys):
+    command = ["smollm2.py", "build", str(tmp_path / "out"), "--gguf", "model.gguf"]
+    monkeypatch.setattr("sys.argv", [*command, "--experts", "1"])
+    with pytest.raises(SystemExit, match="2"):
+        smollm2.main()
+    assert "--experts 1 is too few: a token is sent to 2 experts" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
