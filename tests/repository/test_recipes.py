@@ -196,16 +196,14 @@ def measured_cells(name: str) -> list[str]:
     ]
 
 
-def test_the_loop_has_the_scores_of_grpo_on_the_same_gpu():
-    grpo, *_ = [
-        Run(**entry)
-        for entry in json.loads(results("precision").read_text())
-        if entry["recipe"] == "sums_grpo, fp32"
-    ]
-    (loop,) = [Run(**entry) for entry in json.loads(results("sums_loop").read_text())]
-    assert loop.seed == grpo.seed
-    for metric in ("score/mean", "val/score"):
-        assert values_of(loop, metric) == values_of(grpo, metric) != []
+def test_the_loop_of_ones_own_trains_as_train_ppo_does():
+    """Both ran on one H200. Not only the first digits are equal."""
+    (loop,) = read_curves([results("sums_loop")])
+    (grpo,) = read_curves([results("sums_grpo_h200")])
+    for metric in ("score/mean", "val/score", "actor/grad_norm", "actor/entropy"):
+        expected = [line[metric] for line in grpo.metrics if metric in line]
+        assert len(expected) >= 7
+        assert [line[metric] for line in loop.metrics if metric in line] == expected
 
 
 @pytest.mark.parametrize(
