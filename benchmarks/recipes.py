@@ -58,6 +58,8 @@ SCRIPTS = {
 }
 # A recipe that only contains what differs from another one differs from the one with this name.
 BASES = {"train_sft.py": "sft", "train_dpo.py": "dpo", "train_rm.py": "rm"}
+# Of the log of a run that failed: some 40 lines are torchrun's own.
+NUM_LAST_LINES = 80
 # The model that another recipe exports.
 EXPORT = re.compile(r"runs/recipes/(\w+)/hf")
 # The scores of validations have the name of the reward function, or of the episode's.
@@ -210,19 +212,21 @@ def execute(run: Run, settings: list[str], gpu: int | None, deadline: float) -> 
             start_new_session=True,
         )
         try:
-            run.exit_code = process.wait(max(0.0, deadline - start))
+            exit_code = process.wait(max(0.0, deadline - start))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            run.exit_code = process.wait()
+            exit_code = process.wait()
     run.seconds = time.perf_counter() - start
     # The export in hf/ stays.
     shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
     metrics = run.folder / "metrics.jsonl"
     if metrics.exists():
         run.metrics = [kept(line) for line in read_metrics(metrics)]
-    if run.exit_code:
-        last_lines = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        print(f"{run.name} failed with exit code {run.exit_code}:\n{last_lines}", flush=True)
+    if exit_code:
+        lines = log.read_text(errors="replace").splitlines()
+        last_lines = "\n".join(lines[-NUM_LAST_LINES:])
+        print(f"{run.name} failed with exit code {exit_code}:\n{last_lines}", flush=True)
+    run.exit_code = exit_code  # last, because it says that the run has ended
 
 
 def num_gpus() -> int:
