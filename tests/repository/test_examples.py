@@ -245,6 +245,7 @@ def test_rows_of_reasoning_keep_the_worked_solution_and_the_rest_of_the_metadata
             {"role": "user", "content": "1+1?"},
             {"role": "assistant", "content": "#### 2"},
         ],
+        "with_hint": "1+1?\nHint: the answer is 2.",
         "answer": "2",
         "task": "sums",
         "metadata": '{"level": 3}',

@@ -183,15 +183,14 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "pairs-large micro-batches",
         "pairs-dynamic context parallel",
         "pairs-Megatron CP",
+        "pairs-Megatron PP",
         "margins-2 ranks",
         "lora-Megatron TP",
         "scores-2 ranks",
     ),
     "tests/reward_models/test_train_rm.py::test_peft_loads_*": ("Megatron TP",),
-    "tests/reward_models/test_train_rm.py::test_kill_and_resume_*": (
-        "engine1",
-        "engine2",
-    ),
+    # The loop is that of the other scripts, which are killed in `make test`.
+    "tests/reward_models/test_train_rm.py::test_kill_and_resume_*": None,
     "tests/preferences/test_train_dpo.py::test_losses_and_gradients_do_not_*": (
         "dpo-2 ranks, padded",
         "dpo-dynamic context parallel",
@@ -216,6 +215,7 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "partial",
         "adapters",
         "parts, gdpo",
+        "the policy's tokenizer, 2 ranks",
     ),
     "tests/rl/test_routing_replay.py::test_every_token_has_its_experts": (
         "critic",
@@ -229,6 +229,8 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "tp",
         "validation",
     ),
+    # Runs with episodes alone, and with responses that continue, are killed in `make test`.
+    "tests/rl/test_partial_episode_runs.py::test_a_run_that_is_killed_*": None,
     "tests/rl/test_partial_runs.py::test_with_the_same_weights_*": (
         "tp",
         "two replicas",
