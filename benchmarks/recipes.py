@@ -248,19 +248,22 @@ def run_all(arguments: argparse.Namespace) -> list[Run]:
     deadline = time.perf_counter() + arguments.time_limit
     waiting = list(runs)
     running: dict[Future, tuple[Run, int | None]] = {}
+    # A run may end at any moment. Here are those that this thread knows to have ended.
+    ended: list[Run] = []
     with ThreadPoolExecutor(len(free_gpus)) as pool:
         while waiting or running:
-            give_up_without_models(waiting, failed={run.name for run in runs if run.exit_code})
-            unfinished = {run.name for run in runs if run.exit_code is None}
+            ended += give_up_without_models(waiting, ended)
+            unfinished = {run.name for run in runs} - {run.name for run in ended}
             while free_gpus and (run := first_ready(waiting, unfinished)):
                 waiting.remove(run)
                 gpu = free_gpus.pop(0)
                 running[pool.submit(execute, run, settings, gpu, deadline)] = (run, gpu)
-            ended, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in ended:
+            completed, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in completed:
                 run, gpu = running.pop(future)
                 future.result()
                 free_gpus.append(gpu)
+                ended.append(run)
                 print(f"{run.name}: {run.seconds:.0f} s", flush=True)
             done = [asdict(run) for run in runs if run.exit_code is not None]
             arguments.out.write_text(json.dumps(done))
@@ -275,17 +278,19 @@ def first_ready(waiting: list[Run], unfinished: set[str]) -> Run | None:
     return None
 
 
-def give_up_without_models(waiting: list[Run], failed: set[str]) -> None:
-    """Let the runs fail whose models were not exported, and remove them from the waiting ones.
+def give_up_without_models(waiting: list[Run], ended: list[Run]) -> list[Run]:
+    """Return the waiting runs whose models were not exported, which fail, and stop waiting.
 
     Otherwise they would read what an earlier call has left in the folder.
     """
-    for run in list(waiting):
-        missing = run.needed_names & failed
-        if missing:
-            waiting.remove(run)
-            run.exit_code = 1
-            print(f"{run.name} is not started: {', '.join(sorted(missing))} failed", flush=True)
+    failed = {run.name for run in ended if run.exit_code}
+    given_up = [run for run in waiting if run.needed_names & failed]
+    for run in given_up:
+        waiting.remove(run)
+        run.exit_code = 1
+        missing = ", ".join(sorted(run.needed_names & failed))
+        print(f"{run.name} is not started: {missing} failed", flush=True)
+    return given_up
 
 
 def first_and_last(run: Run, name: str) -> str:
