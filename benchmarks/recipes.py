@@ -26,12 +26,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from benchmarks.harness import (
     ROOT,
@@ -42,6 +42,7 @@ from benchmarks.harness import (
     torchrun_command,
 )
 from benchmarks.recipe_curves import draw, read_curves
+from configs.files import flatten
 
 RECIPES = ROOT / "examples" / "recipes"
 # The scripts of recipes whose names end like this; the others are for train_ppo.py.
@@ -156,10 +157,10 @@ class Run:
     def exports(self) -> dict[str, "Run"]:
         """Return the runs whose exports this recipe reads, by the keys that name them."""
         config = OmegaConf.unsafe_merge(*map(OmegaConf.load, self.files))
-        found = {key: EXPORT.fullmatch(str(value)) for key, value in leaves(config)}
+        found = {key: EXPORT.fullmatch(str(value)) for key, value in flatten(config).items()}
         return {key: Run(match[1], self.seed) for key, match in found.items() if match}
 
-    @property
+    @cached_property
     def needed_names(self) -> set[str]:
         """The names of the runs whose exports this recipe reads."""
         return {run.name for run in self.exports().values()}
@@ -176,15 +177,6 @@ class Run:
             *models,
             *settings,
         ]
-
-
-def leaves(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the dotted key and the value of every setting; lists are values."""
-    for name, value in config.items():
-        if isinstance(value, DictConfig):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def kept(metrics: dict) -> dict:

@@ -23,7 +23,8 @@ os.register_at_fork(after_in_child=die_with_parent)
 def forking_workers() -> Iterator[None]:
     """Within this block, make forked processes end when this process ends."""
     # Imported modules hold a million objects, which the workers' garbage collectors would visit
-    # again and again. What the caller has frozen stays frozen, since Python can only unfreeze all.
+    # again and again. What the caller has frozen stays frozen: Python can only unfreeze
+    # everything at once.
     was_frozen = gc.get_freeze_count() > 0
     gc.freeze()
     PARENT_OF_WORKERS.append(os.getpid())
