@@ -10,11 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from config import load
 from engines.build import create_groups
 from engines.fsdp.engine import FSDPEngine
 from engines.megatron.engine import MegatronEngine
+from engines.megatron.moe import Experts
+from engines.megatron.without_cuda import cuda_is_cpu
 from tests.support.cases import id_of, slow_unless_quick
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
@@ -29,6 +35,7 @@ EXPERTS = "engine.router_aux_loss_coef=0.3"
 # settings of Megatron.
 LAYOUTS = {
     "one rank": ("qwen3", (), 1, 1, ()),
+    "adapters": ("qwen3", ("model.lora.rank=4",), 1, 1, ()),
     "tensor parallel": ("qwen3", (), 2, 1, ("engine.tensor_model_parallel_size=2",)),
     "pipeline": ("qwen3", (), 2, 1, ("engine.pipeline_model_parallel_size=2",)),
     "experts": ("moe", (EXPERTS,), 2, 2, ("engine.expert_model_parallel_size=2",)),
@@ -102,6 +109,38 @@ def test_megatron_trains_as_fsdp_does(trained, name):
     for key, output in expected.outputs.items():
         tolerance = 1e-4 if key == "log-probabilities" else 1e-5
         np.testing.assert_allclose(actual.outputs[key], output, rtol=0, atol=tolerance, err_msg=key)
+
+
+def outputs_of_experts() -> tuple[Tensor, Tensor]:
+    """Return what experts on two ranks compute for this rank's tokens, and what they should.
+
+    Each expert gets another number of tokens from each rank.
+    """
+    shape = dict(hidden_size=6, moe_ffn_hidden_size=5, num_moe_experts=4)
+    layout = f"engine.expert_model_parallel_size={dist.get_world_size()}"
+    create_groups(load("sft.yaml", [MEGATRON, "model.path=unused", "data.train_files=u", layout]))
+    generator = torch.Generator().manual_seed(0)
+    gates_and_ups = torch.randn(4, 2 * 5, 6, generator=generator)
+    downs = torch.randn(4, 6, 5, generator=generator)
+    generator.manual_seed(1 + dist.get_rank())
+    tokens = torch.randn(12, 6, generator=generator)
+    weights, chosen = torch.rand(12, 4, generator=generator).topk(2)
+    with cuda_is_cpu():
+        experts = Experts(TransformerConfig(num_layers=1, num_attention_heads=1, **shape))
+        experts.linear_fc1.data = gates_and_ups.chunk(dist.get_world_size())[dist.get_rank()]
+        experts.linear_fc2.data = downs.chunk(dist.get_world_size())[dist.get_rank()]
+        outputs = experts(tokens, weights, chosen).detach()
+    expected = torch.zeros_like(tokens)
+    for i, token in enumerate(tokens):
+        for weight, expert in zip(weights[i], chosen[i]):
+            gate, up = (gates_and_ups[expert] @ token).chunk(2)
+            expected[i] += weight * (downs[expert] @ (F.silu(gate) * up))
+    return outputs, expected
+
+
+def test_tokens_are_computed_by_the_experts_of_other_ranks(tmp_path):
+    for outputs, expected in on_ranks(2, tmp_path, outputs_of_experts):
+        torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
 
 
 def error_of_other_experts() -> str:

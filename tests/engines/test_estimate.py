@@ -241,6 +241,23 @@ def test_activations_are_about_what_autograd_keeps(model):
     assert estimate.activations == pytest.approx(num_bytes, rel=0.25)
 
 
+def test_a_reference_keeps_the_activations_of_one_layer(model):
+    """It has no backward pass, so activation checkpointing changes nothing."""
+    activations = {}
+    for checkpointing in ("true", "false"):
+        config = make_config(model, f"engine.activation_checkpointing={checkpointing}")
+        (trained,) = FSDPEngine.estimate_memory(config, 1, "cpu")
+        (reference,) = FSDPEngine.estimate_memory(config, 1, "cpu", is_trained=False)
+        activations[checkpointing] = (trained.activations, reference.activations)
+    of_all_layers, of_one_layer = activations["false"]
+    shape = read_hf_config(model).get_text_config()
+    assert of_all_layers == shape.num_hidden_layers * of_one_layer
+    recomputing, of_reference = activations["true"]
+    assert of_reference == of_one_layer
+    inputs = NUM_TOKENS * shape.num_hidden_layers * shape.hidden_size * 2
+    assert recomputing == of_one_layer + inputs
+
+
 def test_the_head_holds_one_chunk(model):
     engine, estimate = build_and_estimate(make_config(model, "engine.compute_dtype=float32"))
     num_logits = NUM_TOKENS * engine.hf_config.vocab_size

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks import grpo_vs_trl, ppo_h200, sft_vs_trl
+from benchmarks.generation_profile import log_normal_lengths
 from benchmarks.long_tails_simulation import Replica, Setting, Work
 from config import load
 from tests.support.launch import ROOT, run
@@ -316,6 +318,19 @@ def test_grpo_is_timed_alone_without_trl(monkeypatch):
     monkeypatch.setattr(grpo_vs_trl, "run_own", lambda bench, ranks: next(steps))
     rows = grpo_vs_trl.time_alone(bench=None, all_ranks=[1], num_runs=3)
     assert rows == [grpo_vs_trl.StageRow(1, "this", {"step": 2.0})]
+
+
+# ---- lengths of responses ----
+
+
+@pytest.mark.parametrize("longest", [100_000, 600])
+def test_lengths_are_log_normal_with_this_mean(longest):
+    """A longest length of six times the mean hardly changes their standard deviation, sigma."""
+    lengths = log_normal_lengths(2000, 100, longest)
+    assert np.mean(lengths) == pytest.approx(100, abs=0.5)
+    assert np.log(lengths).std() == pytest.approx(1, abs=0.02)
+    assert 1 <= min(lengths) < 10
+    assert max(lengths) <= longest
 
 
 # ---- shell scripts ----

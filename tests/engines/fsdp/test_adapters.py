@@ -15,6 +15,8 @@ from config import InputError
 from data.batching.batch import Batch
 from engines.checkpoint.export import export_hf, merged_weights
 from engines.fsdp.engine import FSDPEngine
+from engines.fsdp.transforms import build_model
+from engines.heads import Head
 from engines.model import lora
 from tests.engines.fsdp.cases import (
     LORA,
@@ -154,6 +156,15 @@ def test_adapters_that_cannot_work(folder, pairs, message):
     with pytest.raises(InputError) as error:
         FSDPEngine.check(make_config(folder, *settings), 1)
     assert message.replace("{adapter}", adapter) in str(error.value)
+
+
+def test_excluded_modules_get_no_adapter(folder):
+    settings = [*LORA, "target_modules=[q_proj,k_proj,up_proj]", "exclude_modules=[k_proj]"]
+    config = make_config(folder, *(f"model.lora.{setting}" for setting in settings))
+    hf, layers = build_model(config, Head.LOG_PROBS)
+    names = [name for name, _ in hf.named_parameters() if ".lora_A." in name]
+    assert {name.split(".")[-4] for name in names} == {"q_proj", "up_proj"}
+    assert len(names) == len(layers) == 2 * hf.config.num_hidden_layers
 
 
 @pytest.mark.parametrize(
