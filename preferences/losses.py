@@ -315,17 +315,21 @@ def sft_loss(answers: Answers, counts: AnswerCounts) -> Tensor:
 def reward_metrics(answers: Answers, rewards: Tensor, counts: AnswerCounts) -> dict[str, Tensor]:
     """Return the contribution of a micro-batch to the means of rewards and log-probabilities.
 
+    A batch of answers with labels may have answers of one kind only. The other kind then has no
+    means, and there is no margin between the two.
+
     Args:
         rewards: [n, 2], as in Answers.
     """
     chosen, rejected = torch.where(answers.is_present, rewards, 0).sum(0)
     log_probs = torch.where(answers.is_present, answers.log_probs.detach(), 0).sum(0)
-    num_chosen = max(1, counts.num_chosen)
-    num_rejected = max(1, counts.num_rejected)
-    return {
-        "rewards/chosen": chosen / num_chosen,
-        "rewards/rejected": rejected / num_rejected,
-        "rewards/margins": chosen / num_chosen - rejected / num_rejected,
-        "logps/chosen": log_probs[0] / num_chosen,
-        "logps/rejected": log_probs[1] / num_rejected,
-    }
+    amounts = {}
+    if counts.num_chosen:
+        amounts["rewards/chosen"] = chosen / counts.num_chosen
+        amounts["logps/chosen"] = log_probs[0] / counts.num_chosen
+    if counts.num_rejected:
+        amounts["rewards/rejected"] = rejected / counts.num_rejected
+        amounts["logps/rejected"] = log_probs[1] / counts.num_rejected
+    if counts.num_chosen and counts.num_rejected:
+        amounts["rewards/margins"] = amounts["rewards/chosen"] - amounts["rewards/rejected"]
+    return amounts

@@ -26,21 +26,24 @@ class Totals:
         """Add the means over a batch."""
         self.loss += means["loss"] * num_losses
         self.num_right += means["rewards/accuracies"] * num_losses
-        self.chosen += means["rewards/chosen"] * counts.num_chosen
-        self.rejected += means["rewards/rejected"] * counts.num_rejected
+        # A batch without answers of a kind has no mean of them.
+        self.chosen += means.get("rewards/chosen", 0.0) * counts.num_chosen
+        self.rejected += means.get("rewards/rejected", 0.0) * counts.num_rejected
         self.num_losses += num_losses
         self.num_chosen += counts.num_chosen
         self.num_rejected += counts.num_rejected
 
     def metrics(self) -> dict[str, float]:
-        """Return the means over all rows."""
-        chosen = self.chosen / max(1, self.num_chosen)
-        rejected = self.rejected / max(1, self.num_rejected)
-        return {
+        """Return the means over all rows. There is no margin without answers of both kinds."""
+        metrics = {
             "val/loss": self.loss / self.num_losses,
             "val/rewards/accuracies": self.num_right / self.num_losses,
-            "val/rewards/margins": chosen - rejected,
         }
+        if self.num_chosen and self.num_rejected:
+            chosen = self.chosen / self.num_chosen
+            rejected = self.rejected / self.num_rejected
+            metrics["val/rewards/margins"] = chosen - rejected
+        return metrics
 
 
 def divide_rows(num_rows: int, batch_size: int) -> list[range]:

@@ -12,7 +12,7 @@ SINGLE = [([1.0, 2.0, -1.0], [0.5]), ([], [3.0, 1.0]), ([4.0], [])]
 
 
 def mean(values: list[float]) -> float:
-    return sum(values) / max(1, len(values))
+    return sum(values) / len(values)
 
 
 @pytest.mark.parametrize("batches, takes_pairs", [(PAIRS, True), (SINGLE, False)])
@@ -27,9 +27,11 @@ def test_every_answer_counts_once(batches, takes_pairs):
         means = {
             "loss": number + 1.0,
             "rewards/accuracies": 1.0 if number else 0.0,
-            "rewards/chosen": mean(chosen),
-            "rewards/rejected": mean(rejected),
         }
+        if chosen:
+            means["rewards/chosen"] = mean(chosen)
+        if rejected:
+            means["rewards/rejected"] = mean(rejected)
         totals.add(means, counts, num_losses)
     all_chosen = [reward for chosen, _ in batches for reward in chosen]
     all_rejected = [reward for _, rejected in batches for reward in rejected]
@@ -40,6 +42,13 @@ def test_every_answer_counts_once(batches, takes_pairs):
             "val/rewards/margins": mean(all_chosen) - mean(all_rejected),
         }
     )
+
+
+def test_answers_of_one_kind_have_no_margin():
+    totals = Totals()
+    means = {"loss": 0.5, "rewards/accuracies": 1.0, "rewards/chosen": 2.0}
+    totals.add(means, AnswerCounts(num_rows=3, num_chosen=3, num_rejected=0), num_losses=3)
+    assert totals.metrics() == {"val/loss": 0.5, "val/rewards/accuracies": 1.0}
 
 
 @pytest.mark.parametrize(
