@@ -252,7 +252,6 @@ def train(run, roles) -> None:
         samples, progress.batch = roles.collect(
             run.train, run.order.rows_of_batch, progress.batch, progress.step + 1
         )
-        run.tracker.report_failures(progress.step + 1, samples)
         metrics = roles.sleep()
         samples = roles.score(samples)
         share = roles.divide(samples)
@@ -268,7 +267,8 @@ def train(run, roles) -> None:
 
 
 def end_step(run, roles, samples, metrics, num_updates, start) -> None:
-    """Count a step, write its responses and metrics, and validate and save if that is due.
+    """Count a step, report its failures, write its responses and metrics, and validate and save if
+    that is due.
 
     Args:
         metrics: the metrics of the step so far.
@@ -281,6 +281,7 @@ def end_step(run, roles, samples, metrics, num_updates, start) -> None:
     trainer = run.config.trainer
     progress = run.progress
     progress.step += 1
+    run.tracker.report_failures(progress.step, samples)
     progress.count_updates(metrics, num_updates)
     progress.failures += len(samples.failures)
     run.agreement.update(progress.step, run.device)

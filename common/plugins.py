@@ -54,6 +54,8 @@ def find(
                 f"{own_names})"
             )
     check_types(function, kwargs_key, kwargs)
+    if name in known:
+        check_all_set(setting, function, own, kwargs_key, kwargs)
     try:
         inspect.signature(function).bind(**dict.fromkeys(inputs), **kwargs)
     except TypeError as error:
@@ -63,6 +65,16 @@ def find(
             f"inputs that it does not read as **_{source}"
         ) from None
     return partial(function, **kwargs) if kwargs else function
+
+
+def check_all_set(
+    setting: str, function: Callable, own: set[str], kwargs_key: str, kwargs: Mapping
+) -> None:
+    """Raise InputError if one of a function's own parameters has neither a default nor a value."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        has_default = parameter.default is not inspect.Parameter.empty
+        if name in own and name not in kwargs and not has_default:
+            raise InputError(f"{setting} needs its parameter {name}: set {kwargs_key}.{name}")
 
 
 def check_types(function: Callable, kwargs_key: str, kwargs: Mapping) -> None:

@@ -117,11 +117,16 @@ def check_named_parts(config: DictConfig) -> None:
 
 
 def check_no_negative_rewards(config: DictConfig) -> None:
-    """Raise InputError for settings that make rewards negative, which max_rl does not accept."""
+    """Raise InputError for settings that make rewards negative, which max_rl does not accept.
+
+    A reward model's score may be any number.
+    """
     if config.algorithm.adv_estimator != "max_rl":
         return
     limit_score = config.rollout.limit_score
+    model = config.reward.model
     settings = {
+        f"reward.model.path={model.path}": model.path is not None and model.weight != 0,
         "algorithm.use_kl_in_reward=true": config.algorithm.use_kl_in_reward,
         f"reward.overlong_buffer={config.reward.overlong_buffer}": config.reward.overlong_buffer,
         f"rollout.limit_score={limit_score}": limit_score is not None and limit_score < 0,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from config import InputError
-from engines.model.model_files import shapes_in_files
+from configs.errors import errors_about_model
+from engines.model.model_files import check_is_no_adapter, shapes_in_files
 
 SCORE = "score.weight"
 # The names of a value head: in a causal language model of transformers, and in Megatron's.
@@ -98,7 +99,9 @@ def check_is_reward_model(key: str, path: str) -> None:
     Args:
         key: the configuration key that names the model.
     """
-    shape = shapes_in_files(Path(path)).get(SCORE)
+    with errors_about_model(key, path):
+        check_is_no_adapter(Path(path))
+        shape = shapes_in_files(Path(path)).get(SCORE)
     if shape is None:
         raise InputError(
             f"{key}={path} is not a reward model: its files have no {SCORE}. Give a sequence "

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from config import InputError
 from engines.heads import Head
 from engines.model import mtp
+from engines.model.model_files import check_is_no_adapter
 
 
 def read_hf_config(path: str):
@@ -21,6 +22,7 @@ def read_hf_config(path: str):
     Raises:
         InputError: if transformers cannot read it, or the weights are quantized.
     """
+    check_is_no_adapter(Path(path))
     if not (Path(path) / "config.json").is_file():
         raise InputError(
             f"model.path={path} contains no config.json: give a directory in Hugging Face format"

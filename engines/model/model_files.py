@@ -41,6 +41,16 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
+def check_is_no_adapter(path: Path) -> None:
+    """Raise InputError for the directory of a PEFT adapter, which lacks the model's own weights."""
+    if (path / "config.json").is_file() or not (path / "adapter_config.json").is_file():
+        return
+    raise InputError(
+        f"model.path={path} is a PEFT adapter, not a complete model: merge it first, for a run of "
+        "this repository with python -m engines.checkpoint export OUTPUT_DIR MERGED --merge"
+    )
+
+
 def is_only_described(config: DictConfig) -> bool:
     """Return whether this is a dry run of a model without weights, which config.json describes.
 

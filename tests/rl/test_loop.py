@@ -235,6 +235,15 @@ def test_an_adaptive_penalty_counts_episodes_and_not_their_branches(tmp_path, mo
     assert roles.saved[0]["kl_coef"] == pytest.approx(0.5 * (1 - 0.2 * 2 / 10) ** 2)
 
 
+def test_the_end_of_a_step_reports_its_failures(finished):
+    """So the loops of examples/ report them, too, which call end_step() and not train()."""
+    run, roles = finished
+    run.tracker.reported.clear()
+    run.progress.step = 0
+    train_ppo.end_step(run, roles, roles.samples, {}, 1, 0.0)
+    assert run.tracker.reported == [1]
+
+
 def test_the_stages_of_a_step_are_called_in_order_with_its_number(finished):
     """A step is logged before it is saved: a killed run then has the metrics of its steps."""
     _, roles = finished

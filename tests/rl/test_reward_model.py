@@ -467,6 +467,8 @@ def wrong_models(assets) -> Path:
     make_reward_model(assets / "no_template", "qwen3", tokenizer)
     tokenizer = make_other_tokenizer()
     tokenizer.add_tokens(["more", "words"])
+    (assets / "adapter").mkdir()
+    (assets / "adapter" / "adapter_config.json").write_text("{}")
     make_reward_model(assets / "small", "qwen3", make_other_tokenizer())
     tokenizer.chat_template = OTHER_TEMPLATE.replace("assistant: ", "").replace(
         "{{ m.role }}", "more"
@@ -477,6 +479,7 @@ def wrong_models(assets) -> Path:
 
 WRONG_MODELS = {
     "policy": "is not a reward model: its files have no score.weight",
+    "adapter": "is a PEFT adapter, not a complete model: merge it first",
     "three_labels": "is a classifier with 3 labels: a reward model has one",
     "no_template": "the tokenizer has no chat template, and the prompts are messages",
     "small": "use the tokenizer that belongs to the model",

@@ -155,6 +155,14 @@ CONTRADICTIONS = {
         ["algorithm.adv_estimator=max_rl", "reward.overlong_buffer=16"],
         "reward.overlong_buffer=16 does not work with algorithm.adv_estimator=max_rl",
     ),
+    "max_rl with a reward model": (
+        ["algorithm.adv_estimator=max_rl", "reward.model.path=scorer"],
+        "reward.model.path=scorer does not work with algorithm.adv_estimator=max_rl",
+    ),
+    "max_at_k without k": (
+        ["algorithm.adv_estimator=max_at_k"],
+        "algorithm.adv_estimator=max_at_k needs its parameter k: set algorithm.adv_kwargs.k",
+    ),
     "a largest ratio of 0": (
         ["algorithm.loss_mode=dppo_tv", "algorithm.loss_kwargs.max_ratio=0"],
         "algorithm.loss_kwargs.max_ratio=0 must be above 0",

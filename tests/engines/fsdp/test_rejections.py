@@ -82,6 +82,12 @@ def test_layouts_that_cannot_work(folder, world, pairs, message):
         FSDPEngine.check(make_config(folder, *pairs), world)
 
 
+def test_an_adapter_is_not_a_model(folder, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match=f"^model.path={tmp_path} is a PEFT adapter, .* --merge$"):
+        FSDPEngine.check(make_config(folder, f"model.path={tmp_path}"), 1)
+
+
 def test_ranks_for_which_there_are_no_whole_heads():
     """All ranks need equally many heads; key-value heads can be repeated."""
 
