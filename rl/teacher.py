@@ -151,20 +151,13 @@ def check_teachers(config: DictConfig, hf_configs: dict[str, Any]) -> None:
 
 
 def check_rows(config: DictConfig, dataset: PromptDataset) -> None:
-    """Raise InputError if the training rows do not suit the teacher.
+    """Raise InputError if the training rows do not suit the teacher. Rank 0 calls it.
 
-    Each must name one of several teachers. To a policy that teaches itself, some row must show
-    another prompt than to the policy.
+    Each must name one of several teachers.
     """
     distill = config.algorithm.distill
     if is_self_taught(config):
-        prompts = (dataset[number] for number in range(len(dataset)))
-        if all(prompt.teacher_ids == prompt.input_ids for prompt in prompts):
-            raise InputError(
-                "algorithm.distill.teacher=self teaches nothing: data.teacher_prompt_key="
-                f"{config.data.teacher_prompt_key} names the policy's own prompt in every row. "
-                "Name a column with another prompt"
-            )
+        check_own_prompts(config, dataset)
     if not has_several(config):
         return
     names = list(map(str, distill.teachers))
@@ -177,6 +170,27 @@ def check_rows(config: DictConfig, dataset: PromptDataset) -> None:
                 f"rows {problem} in the column {distill.teacher_key}: it must be one of "
                 f"{', '.join(names)}, the keys of algorithm.distill.teachers"
             )
+
+
+def check_own_prompts(config: DictConfig, dataset: PromptDataset) -> None:
+    """Raise InputError if a policy that teaches itself has the same prompt as its teacher.
+
+    If only some rows have, print their number: their responses teach nothing.
+    """
+    prompts = (dataset[number] for number in range(len(dataset)))
+    num_same = sum(prompt.teacher_ids == prompt.input_ids for prompt in prompts)
+    column = f"data.teacher_prompt_key={config.data.teacher_prompt_key}"
+    if num_same == len(dataset):
+        raise InputError(
+            f"algorithm.distill.teacher=self teaches nothing: {column} names the policy's own "
+            "prompt in every row. Name a column with another prompt"
+        )
+    if num_same:
+        print(
+            f"warning: algorithm.distill.teacher=self teaches nothing in {num_same} of "
+            f"{len(dataset)} rows, where {column} has the policy's own prompt",
+            flush=True,
+        )
 
 
 def number_teachers(config: DictConfig, samples: Samples) -> None:
