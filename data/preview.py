@@ -9,13 +9,14 @@ The first form is for files of train_sft.py, the second for prompts of train_ppo
 preferences of train_dpo.py, and the last for rows of train_rm.py. Trained tokens, and the answers
 that train_rm.py scores, are green on a terminal, and between [[ and ]] elsewhere. Below the rows,
 the output lists the columns and message fields that are read or ignored. --rows N shows N rows
-instead of 3.
+instead of 3. With data.teacher_prompt_key, the prompt that the teacher sees follows each prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import re
 import sys
@@ -117,6 +118,14 @@ def row_lines(name: str, row: dict, chat: ChatTokenizer, limit: LengthLimit) -> 
             yield from token_lines(answer_name, answer_ids, mask, chat)
     else:
         yield from token_lines(name, ids, row.get("loss_mask"), chat)
+        record = json.loads(row.get("record") or "{}")
+        yield from teacher_lines(name, record.get("teacher_ids"), chat)
+
+
+def teacher_lines(name: str, ids: Sequence[int] | None, chat: ChatTokenizer) -> Iterator[str]:
+    """Yield the lines for the prompt that the teacher sees; None: it sees the policy's."""
+    if ids is not None:
+        yield from token_lines(f"{name}, as the teacher sees it", ids, None, chat)
 
 
 def preview_dataset(
@@ -125,11 +134,12 @@ def preview_dataset(
     """Yield the lines of a preview of the first rows of a tokenized data set."""
     for i in range(min(num_rows, len(data))):
         if isinstance(data, TokenDataset):
-            sequences = data.sequences(i)
-        else:
-            sequences = [(f"row {i + 1}", data[i].input_ids, None)]
-        for name, ids, mask in sequences:
-            yield from token_lines(name, ids, mask, chat)
+            for name, ids, mask in data.sequences(i):
+                yield from token_lines(name, ids, mask, chat)
+            continue
+        prompt = data[i]
+        yield from token_lines(f"row {i + 1}", prompt.input_ids, None, chat)
+        yield from teacher_lines(f"row {i + 1}", prompt.teacher_ids, chat)
 
 
 def token_lines(

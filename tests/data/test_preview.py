@@ -124,6 +124,17 @@ def test_a_prompt_ends_with_the_generation_prompt(show):
     assert "leaves to the reward function answer" in lines[-1]
 
 
+def test_the_prompt_of_a_teacher_follows_the_policys(show):
+    row = {"prompt": "2+3", "hint": "2+3, which is 5"}
+    lines = show([row], "--prompts", "data.teacher_prompt_key=hint")
+    names = [line for line in lines if line.startswith("DIR")]
+    assert names == [
+        "DIR/rows.jsonl:1: 22 tokens",
+        "DIR/rows.jsonl:1, as the teacher sees it: 34 tokens",
+    ]
+    assert lines[lines.index(names[1]) + 2] == "  | 2+3, which is 5<|im_end|>"
+
+
 def test_a_terminal_gets_colours_and_no_control_characters_of_the_text(show, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -155,6 +166,11 @@ def test_a_dry_run_shows_the_first_rows_of_its_data_set(make, tokenizer_dir, tmp
     shown = list(preview_dataset(PromptDataset.load(cache), chat_tokenizer, 3))
     assert shown[0] == "row 1: 22 tokens"
     assert json.dumps(shown).count("[[") == 0
+    settings.teacher_prompt_key = "hint"
+    prompts = write(tmp_path / "hints.jsonl", [{"prompt": "2+3", "hint": "2+3 is 5"}])
+    cache = tokenize_prompts(str(prompts), tokenizer, settings, tmp_path / "c", tokenizer_dir)
+    shown = list(preview_dataset(PromptDataset.load(cache), chat_tokenizer, 3))
+    assert "row 1, as the teacher sees it: 27 tokens" in shown
 
 
 @pytest.mark.parametrize("kind", [(), ("--prompts",)])
