@@ -22,13 +22,7 @@ from config import InputError
 from data.chat.losses import is_empty
 from data.columns import columns_of_chat
 from data.messages import ROLES, number_in_text, without_none
-from data.shapes import (
-    SHAREGPT_ROLES,
-    alpaca_messages,
-    is_sharegpt_message,
-    parse_chat,
-    read_shape,
-)
+from data.shapes import alpaca_messages, parse_chat, read_shape, role_of
 
 LABEL_OF_LLAMA_FACTORY = "kto_tag"
 # The column whose messages end a row of a shape in data/shapes.py.
@@ -231,12 +225,6 @@ def read_answer(value, key: str) -> str | list[Message]:
     raise InputError(
         f'"{key}" must be a text, a message or a list of messages, not {str(value)[:40]!r}'
     )
-
-
-def role_of(message: Message) -> str | None:
-    if is_sharegpt_message(message):
-        return SHAREGPT_ROLES.get(message["from"])
-    return message.get("role")
 
 
 def check_ends_with_answer(messages: list, key: str) -> None:

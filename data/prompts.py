@@ -34,12 +34,12 @@ from data.lengths import kept_tokens
 from data.records import Records
 from data.rows import has_prompt_column, read_messages, template_inputs
 from data.selection import Selection
-from data.shapes import chats_in_text, read_shape
+from data.shapes import chats_in_text, read_shape, role_of
 from data.sources import read_file_rows
 from data.tokenization import CacheSpec, read_uses, tokenize_to_cache
 
 # Part of a cache's name. Increase it when encode_prompt() or the files of a cache change.
-VERSION = "prompts 12"
+VERSION = "prompts 13"
 # The keys of the section `data` that prompts depend on.
 OPTIONS = (
     "messages_key",
@@ -241,7 +241,7 @@ def encode_teacher_prompt(
     """Encode the prompt in the column data.teacher_prompt_key: a string or a list of messages.
 
     The list may be JSON text, as in the policy's prompts. The prompt has the tools, the template's
-    arguments and the system message of the row.
+    arguments and the system message of the row, unless it has a system message of its own.
     """
     key = options.teacher_prompt_key
     value = row.get(key)
@@ -250,10 +250,30 @@ def encode_teacher_prompt(
     try:
         as_prompt = {options.prompt_key: value}
         as_prompt |= chats_in_text(as_prompt, options)
+        as_prompt[options.prompt_key] = with_system_of(row, as_prompt[options.prompt_key], options)
         teacher_row = row | {options.messages_key: None} | as_prompt
         return (yield from encode_prompt(teacher_row, chat, options, folder))
     except InputError as error:
         raise InputError(f"data.teacher_prompt_key={key}: {error}") from error
+
+
+def with_system_of(row: dict, prompt: str | list, options) -> str | list:
+    """Return a teacher's prompt with the system message that the policy's messages begin with.
+
+    A system message from a column or from data.system_prompt is added later, as to any prompt.
+    """
+    key = options.prompt_key if has_prompt_column(row, options) else options.messages_key
+    messages = row.get(key)
+    if not begins_with_system_message(messages) or begins_with_system_message(prompt):
+        return prompt
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return [messages[0], *prompt] if isinstance(prompt, list) else prompt
+
+
+def begins_with_system_message(messages) -> bool:
+    first = messages[0] if isinstance(messages, list) and messages else None
+    return isinstance(first, dict) and role_of(first) in ("system", "developer")
 
 
 def limit_teacher_prompt(ids: list[int], options) -> list[int]:

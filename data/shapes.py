@@ -237,6 +237,13 @@ def is_sharegpt_message(message) -> bool:
     return isinstance(message, dict) and "from" in message and "value" in message
 
 
+def role_of(message: dict) -> str | None:
+    """Return the role of a message, in the roles of chat templates; None if it has none."""
+    if is_sharegpt_message(message):
+        return SHAREGPT_ROLES.get(message["from"])
+    return message.get("role")
+
+
 def convert_sharegpt(message: dict, name: str) -> dict:
     """Convert a message from {from, value} to {role, content}. `name` is its path in the row."""
     sender = message["from"]

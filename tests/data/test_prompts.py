@@ -611,6 +611,24 @@ def test_the_prompt_that_a_teacher_sees(make, tmp_path):
     assert [prompt.teacher_ids for prompt in without] == [None, None]
 
 
+def test_the_prompt_of_a_teacher_keeps_the_system_message_of_the_policys_messages(make, tmp_path):
+    system = {"role": "system", "content": "Add."}
+    own_system = {"role": "system", "content": "Teach."}
+    rows = [
+        {"messages": [system, user("1+1=")], "hint": "2: 1+1="},
+        {"prompt": [system, user("1+1=")], "hint": [user("2: 1+1=")]},
+        {"prompt": [system, user("1+1=")], "hint": [own_system, user("2: 1+1=")]},
+        {"prompt": "1+1=", "hint": "2: 1+1="},
+    ]
+    file = write(tmp_path / "rows.jsonl", rows)
+    prompts = PromptDataset.load(make(file, teacher_prompt_key="hint"))
+    seen = [make_tokenizer().decode(prompt.teacher_ids) for prompt in prompts]
+    begin = "<|im_start|>system\n{}<|im_end|>\n"
+    rest = "<|im_start|>user\n2: 1+1=<|im_end|>\n<|im_start|>assistant\n"
+    expected = [begin.format(text) for text in ("Add.", "Add.", "Teach.")]
+    assert seen == [start + rest for start in [*expected, ""]]
+
+
 def test_the_prompt_of_a_teacher_may_be_json_text(make, tmp_path):
     messages = [user("7: 3+4=")]
     rows = [{"prompt": "3+4=", "hint": hint} for hint in (messages, json.dumps(messages))]
