@@ -131,7 +131,7 @@ class PreferenceLoss:
             loss = torch.where(is_counted, losses, 0).sum() / num_losses
             amounts = reward_metrics(answers, rewards.detach(), counts)
             amounts["rewards/accuracies"] = torch.where(is_counted, is_right, 0).sum() / num_losses
-            if self.sft_coef:
+            if self.sft_coef and counts.num_chosen:
                 amounts["sft_loss"] = sft_loss(answers, counts)
                 loss = loss + self.sft_coef * amounts["sft_loss"]
             return loss, amounts
@@ -306,10 +306,10 @@ class Answers:
 def sft_loss(answers: Answers, counts: AnswerCounts) -> Tensor:
     """Return a micro-batch's part of the mean negative log-likelihood of the chosen answers.
 
-    The mean is over the tokens of each answer, and then over answers.
+    The mean is over the tokens of each answer, and then over answers. There must be some.
     """
     nll = -answers.log_probs[:, 0] / answers.lengths[:, 0]
-    return torch.where(answers.is_present[:, 0], nll, 0).sum() / max(1, counts.num_chosen)
+    return torch.where(answers.is_present[:, 0], nll, 0).sum() / counts.num_chosen
 
 
 def reward_metrics(answers: Answers, rewards: Tensor, counts: AnswerCounts) -> dict[str, Tensor]:
