@@ -62,11 +62,14 @@ def arguments(assets, out, *more):
 @pytest.mark.slow
 def test_each_player_is_exported_with_its_own_adapter(assets, tmp_path):
     """After one step: what one of them has won, the other one has lost."""
-    settings = ["trainer.total_steps=1", "model_engine=fsdp"]
+    settings = ["trainer.total_steps=1", "model_engine=fsdp", "trainer.test_freq=1"]
+    settings += [f"data.val_files={assets}/prompts.jsonl", "data.val_max_samples=4"]
     run([sys.executable, *arguments(assets, tmp_path, *settings)])
     first, second = [
         load_file(tmp_path / name / "adapter_model.safetensors") for name in ("hf", "hf_other")
     ]
+    validated = [line["step"] for line in metrics(tmp_path) if "val/move" in line]
+    assert validated == [0, 1]
     of_b = [name for name in first if ".lora_B." in name]
     assert of_b
     assert any(not torch.equal(first[name], second[name]) for name in of_b)

@@ -115,10 +115,6 @@ CONTRADICTIONS = {
         ["algorithm.adv_estimator=max_at_k", "algorithm.adv_kwargs.k=1"],
         "algorithm.adv_kwargs.k=1 must be 2 or more: with 1 it is rloo",
     ),
-    "max_at_k without k": (
-        ["algorithm.adv_estimator=max_at_k"],
-        "its own parameters are set in algorithm.adv_kwargs",
-    ),
     "penalties that gdpo does not read": (
         [
             "algorithm.adv_estimator=gdpo",
