@@ -348,7 +348,7 @@ def lines_of_file(use: FileUse, is_training: bool) -> Iterator[str]:
         yield f"the system column becomes the system message ({rows})"
     if use.num_empty_answers:
         rows = count_of_rows(use.num_empty_answers)
-        yield f"an empty answer is trained ({rows}): the model learns to stop at once"
+        yield f"an empty answer is trained ({rows}): it ends at once"
     yield from advice_on_columns(use)
     if use.earlier:
         yield f"the chat template drops from earlier turns, by design: {with_counts(use.earlier)}"

@@ -67,6 +67,8 @@ class Prompt(NamedTuple):
 def read_preference(row: dict, options, has_template: bool) -> Preference:
     """Return the answers of a row.
 
+    A .csv file with pairs and labels has empty cells for the columns that a row does not have.
+
     Args:
         options: the section `data` of the configuration.
         has_template: whether the tokenizer has a chat template. Otherwise texts are not made into
@@ -78,13 +80,13 @@ def read_preference(row: dict, options, has_template: bool) -> Preference:
     keys = (options.chosen_key, options.rejected_key)
     present = [key for key in keys if row.get(key) is not None]
     label_key = find_label(row, options)
-    if present and label_key:
+    if label_key and all(is_empty(row.get(key)) for key in keys):
+        return read_labelled(row, label_key, options)
+    if label_key:
         raise InputError(
             f'the row has both "{present[0]}" and the label "{label_key}": leave out one of them, '
             "or set data.label_key=null, which reads no label"
         )
-    if label_key:
-        return read_labelled(row, label_key, options)
     if len(present) == 2:
         return read_pair(row, options, has_template)
     missing = [f'"{key}"' for key in keys if key not in present]

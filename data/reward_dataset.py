@@ -75,13 +75,13 @@ def read_rewarded(row: dict, options, has_template: bool) -> tuple[Preference, f
     pair_keys = (options.chosen_key, options.rejected_key)
     is_pair = any(row.get(key) is not None for key in pair_keys)
     score_key = find_score(row, options)
-    if is_pair and score_key:
+    if score_key and all(is_empty(row.get(key)) for key in pair_keys):
+        return read_single_answer(row, score_key, options), read_number(row, score_key)
+    if score_key:
         raise InputError(
             f'the row has both a pair of answers and "{score_key}": leave out one of them, or set '
             "data.score_key=null, which reads no score"
         )
-    if score_key:
-        return read_single_answer(row, score_key, options), read_number(row, score_key)
     if not is_pair:
         columns = ", ".join(column for column, value in row.items() if value is not None)
         raise InputError(

@@ -281,7 +281,7 @@ def test_the_report_counts_empty_answers_and_names_a_key_for_system_prompts():
     empty = {"instruction": "i", "output": "", "system_prompt": "Be brief"}
     masked = say("q", {"role": "assistant", "content": "", "loss_mask": 0}, "r", "a")
     lines = lines_of([empty, {"messages": say("q", "")}, {"messages": masked}])
-    assert "f: an empty answer is trained (2 rows): the model learns to stop at once" in lines
+    assert "f: an empty answer is trained (2 rows): it ends at once" in lines
     assert "f: data.system_key=system_prompt would make this column the system message" in lines
 
 

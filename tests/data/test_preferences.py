@@ -71,6 +71,13 @@ LABELLED = {
         ],
         "kto_tag": True,
     },
+    "a CSV file that also has pairs": {
+        "prompt": "2+3?",
+        "completion": "5",
+        "label": "true",
+        "chosen": "",
+        "rejected": "",
+    },
 }
 
 

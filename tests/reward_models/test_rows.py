@@ -44,6 +44,13 @@ def test_the_target_of_a_row(row, target):
     assert read >= {key for key in ("margin", "score", "label") if row.get(key) not in EMPTY}
 
 
+def test_empty_cells_of_a_csv_file_are_no_pair():
+    row = {"prompt": "1+1=", "completion": "2", "score": "3", "chosen": "", "rejected": ""}
+    preference, score = read_rewarded(row, options_of(), has_template=True)
+    assert preference.rejected is None
+    assert score == 3.0
+
+
 @pytest.mark.parametrize(
     "row, message",
     [
