@@ -304,6 +304,14 @@ def test_bounds_of_sampling(argument, message):
         ("ppo", "critic.optim.lr", "the nearest is critic.lr"),
         ("ppo", "actor_rollout_ref.model.path", "the nearest is model.path"),
         ("ppo", "critic.model.path", "the nearest is critic.path"),
+        ("ppo", "distillation.enabled", "algorithm.distill.teacher turns it on"),
+        ("ppo", "distillation.distillation_loss.loss_max_clamp", "docs/distillation.md"),
+        (
+            "ppo",
+            "distillation.distillation_loss.loss_mode",
+            "algorithm.distill.mode is reverse_kl",
+        ),
+        ("sft", "teacher_model_name_or_path", "distill.teacher in train_sft.py"),
         ("ppo", "data.max_response_length", "the nearest is rollout.max_tokens"),
         (
             "ppo",
