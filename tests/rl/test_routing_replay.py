@@ -13,6 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from config import InputError
+from engines.checkpoint.checkpointer import FILES
 from examples.arithmetic import make_rows, make_tokenizer
 from rollout.partial.groups import (
     Counters,
@@ -24,6 +25,7 @@ from rollout.partial.groups import (
 )
 from rollout.partial.ledger import Ledger
 from rollout.partial.responses import PartialResponses, check_routes
+from rollout.partial.resume import check_open_groups
 from tests.support.launch import launch, metrics, run
 from tests.support.models import make_model
 from tests.support.samples import configure
@@ -197,9 +199,16 @@ def test_a_checkpoint_goes_on_with_the_experts_that_it_needs(replays):
         ("rollout.top_k=4", "rollout.top_k=4, but the checkpoint has responses"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_the_settings_is_rejected(setting, message):
+def test_a_checkpoint_that_does_not_fit_the_settings_is_rejected(tmp_path, setting, message):
+    """Before any model is loaded, and also by those who load the responses."""
+    responses = [open_response(False)]
     with pytest.raises(InputError, match=message):
-        load_responses([open_response(False)], setting)
+        load_responses(responses, setting)
+    (tmp_path / FILES).mkdir()
+    content = to_bytes([OpenGroup(0, 0, responses)], Counters(1, 0))
+    (tmp_path / FILES / "open_responses_00000.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        check_open_groups(configure("rollout.partial.enable=true", setting), tmp_path, 50)
 
 
 def test_carried_responses_without_experts_cannot_be_replayed():
