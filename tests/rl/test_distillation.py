@@ -535,13 +535,16 @@ def test_a_row_that_names_no_teacher_is_one_line(row, message):
     check_rows(configure(SEVERAL), SimpleNamespace(rows=[{"teacher": "code"}]))
 
 
-def test_a_policy_that_teaches_itself_needs_another_prompt_in_some_row():
+def test_a_policy_that_teaches_itself_needs_another_prompt_in_some_row(capsys):
     config = configure("algorithm.distill.teacher=self", HINT)
     same = Prompt([1, 2], "", {}, teacher_ids=[1, 2])
     other = Prompt([1, 2], "", {}, teacher_ids=[1, 3])
     with pytest.raises(InputError, match="data.teacher_prompt_key=hint names the policy's own"):
         check_rows(config, [same, same])
-    check_rows(config, [same, other])
+    check_rows(config, [same, other, same])
+    assert "hint names the policy's own prompt in 2 of 3 rows" in capsys.readouterr().out
+    check_rows(config, [other, other])
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [1, "1"])
