@@ -151,13 +151,14 @@ def check_teachers(config: DictConfig, hf_configs: dict[str, Any]) -> None:
 
 
 def check_rows(config: DictConfig, dataset: PromptDataset) -> None:
-    """Raise InputError if the training rows do not suit the teacher. Rank 0 calls it.
+    """Raise InputError if the training rows do not suit the teacher. Called by rank 0 alone.
 
-    Each must name one of several teachers.
+    Each must name one of several teachers. To a policy that teaches itself, some row must show
+    another prompt than to the policy.
     """
     distill = config.algorithm.distill
     if is_self_taught(config):
-        check_own_prompts(config, dataset)
+        check_other_prompts(config, dataset)
     if not has_several(config):
         return
     names = list(map(str, distill.teachers))
@@ -172,23 +173,24 @@ def check_rows(config: DictConfig, dataset: PromptDataset) -> None:
             )
 
 
-def check_own_prompts(config: DictConfig, dataset: PromptDataset) -> None:
-    """Raise InputError if a policy that teaches itself has the same prompt as its teacher.
+def check_other_prompts(config: DictConfig, dataset: PromptDataset) -> None:
+    """Say how many rows show the policy's own prompt to itself as the teacher.
 
-    If only some rows have, print their number: their responses teach nothing.
+    Such rows teach nothing. Raises InputError if all rows are like this.
     """
-    prompts = (dataset[number] for number in range(len(dataset)))
+    num_rows = len(dataset)
+    prompts = (dataset[number] for number in range(num_rows))
     num_same = sum(prompt.teacher_ids == prompt.input_ids for prompt in prompts)
     column = f"data.teacher_prompt_key={config.data.teacher_prompt_key}"
-    if num_same == len(dataset):
+    if num_same == num_rows:
         raise InputError(
             f"algorithm.distill.teacher=self teaches nothing: {column} names the policy's own "
             "prompt in every row. Name a column with another prompt"
         )
-    if num_same:
+    if num_same > 0:
         print(
-            f"warning: algorithm.distill.teacher=self teaches nothing in {num_same} of "
-            f"{len(dataset)} rows, where {column} has the policy's own prompt",
+            f"warning: {column} names the policy's own prompt in {num_same:,} of {num_rows:,} "
+            "rows, so the teacher teaches nothing there",
             flush=True,
         )
 

@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 from engines.checkpoint.checkpointer import read_files
 from rollout.partial.episodes import read_episodes
 from rollout.partial.groups import from_bytes
-from rollout.partial.responses import check_can_continue
+from rollout.partial.responses import check_can_continue, check_routes
 from rollout.vllm.sampling import count_candidates
 
 
@@ -26,3 +26,4 @@ def check_open_groups(config: DictConfig, checkpoint: Path | None, vocab_size: i
         else:
             _, groups = from_bytes(content)
             check_can_continue(groups, config.rollout, num_candidates)
+            check_routes(groups, config.rollout)

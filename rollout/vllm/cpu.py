@@ -1,19 +1,20 @@
 """Workarounds for vLLM's CPU build."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 
-def free_shared_memory(ranks: Sequence[int], tp_rank: int) -> None:
-    """Unlink the shared memory that these ranks of one replica will use for communication.
+def free_shared_memory(rank: int, tp_size: int) -> None:
+    """Unlink the shared memory that a rank will use to communicate with the others of its replica.
 
-    Its name depends only on the ranks. vLLM could not start if a killed run had left this memory
-    behind, or if another run with the same layout was using it. Unlinking removes only the name:
-    another run can still use its memory.
+    Its name depends only on the ranks of the replica. vLLM could not start if a killed run had left
+    this memory behind, or if another run with the same layout was using it. Unlinking removes only
+    the name: another run can still use its memory.
     """
+    replica, tp_rank = divmod(rank, tp_size)
+    ranks = range(replica * tp_size, (replica + 1) * tp_size)
     name = "-".join(map(str, ranks))
     for file in Path("/dev/shm").glob(f"*-tp:*-[[]{name}]-cpushm_{tp_rank}"):
         file.unlink(missing_ok=True)

@@ -53,10 +53,7 @@ def prepare_process(config: DictConfig, host: Host, shares_base: bool) -> None:
 
 def prepare_cpu(config: DictConfig, shares_base: bool) -> None:
     """Apply the workarounds for vLLM's CPU build."""
-    tp_size = config.rollout.tensor_parallel_size
-    replica, tp_rank = divmod(dist.get_rank(), tp_size)
-    ranks = range(replica * tp_size, (replica + 1) * tp_size)
-    cpu.free_shared_memory(ranks, tp_rank)
+    cpu.free_shared_memory(dist.get_rank(), config.rollout.tensor_parallel_size)
     cpu.skip_ranks_of_tokens()
     if shares_base:
         cpu.keep_plain_weights()

@@ -191,6 +191,18 @@ def test_the_last_line_says_how_a_run_ended(own_signals, tmp_path, capsys, step,
     assert (tmp_path / "report.png").exists(), "the logs are closed"
 
 
+@pytest.mark.parametrize(
+    "step, pairs",
+    [(10, []), (9, []), (4, ["data.val_files=v", "trainer.val_only=true"])],
+)
+def test_the_logs_are_closed_however_a_run_ends(own_signals, tmp_path, step, pairs):
+    run = make_run(tmp_path, *pairs, "trainer.report=false", step=step, script="ppo.yaml")
+    run.start("1 row")
+    assert not run.tracker.bar.disable
+    run.close()
+    assert run.tracker.bar.disable, "the progress bar is still open"
+
+
 def test_logs_and_configuration_name_models_as_the_user_does(run, monkeypatch, tmp_path):
     run.named_config = OmegaConf.merge(run.config, {"model": {"path": "a name on the hub"}})
     run.progress.step = 4

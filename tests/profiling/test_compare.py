@@ -60,6 +60,28 @@ def test_runs_without_dumps_are_answered_with_the_settings_of_one(tmp_path, monk
     assert "profiler.tool=msprobe trainer.profile_interval=[3,3]" in printed
 
 
+def write_dump(run, stage):
+    """Write what msprobe dumps of a stage in step 2: here a single number."""
+    number = {"shape": [1], "dtype": "float32", "Max": 1.0, "Min": 1.0, "Mean": 1.0, "Norm": 1.0}
+    rank = run / "profile" / "step_2" / stage / "step2" / "rank0"
+    rank.mkdir(parents=True)
+    dump = {"data": {"Module.0.norm.forward.0": {"output": [number]}}}
+    (rank / "dump.json").write_text(json.dumps(dump))
+    (rank / "coordinates.json").write_text(json.dumps({"of": "FSDPEngine"}))
+
+
+@pytest.mark.parametrize("stage, code", [(None, 1), ("train_batch", 0)])
+def test_a_stage_of_one_run_alone_is_a_divergence(tmp_path, capsys, stage, code):
+    write_dump(tmp_path / "a", "train_batch")
+    write_dump(tmp_path / "b", "train_batch")
+    write_dump(tmp_path / "b", "validate")
+    settings = compare.Settings()
+    assert compare.compare_runs(tmp_path / "a", tmp_path / "b", 2, stage, settings) == code
+    printed = capsys.readouterr().out
+    assert "train_batch rank0: 1 tensors agree" in printed
+    assert ("dumped in only one run, so not compared: validate" in printed) == bool(code)
+
+
 def test_stages_are_in_the_order_of_their_last_dumps(tmp_path):
     times = {"a/step2/rank0": 1, "b/step2/rank0": 2, "a/step2/rank1": 3, "c/step3/rank0": 4}
     for name, seconds in times.items():

@@ -542,10 +542,9 @@ def test_a_policy_that_teaches_itself_needs_another_prompt_in_some_row(capsys):
     with pytest.raises(InputError, match="data.teacher_prompt_key=hint names the policy's own"):
         check_rows(config, [same, same])
     check_rows(config, [same, other, same])
-    line = "teaches nothing in 2 of 3 rows, where data.teacher_prompt_key=hint has"
-    assert line in capsys.readouterr().out
+    assert "hint names the policy's own prompt in 2 of 3 rows" in capsys.readouterr().out
     check_rows(config, [other, other])
-    assert capsys.readouterr().out == ""
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [1, "1"])

@@ -54,6 +54,8 @@ def loss_sees_all(*, log_probs, entropy, old_log_probs, advantages, mask, sequen
 def loss(log_probs, advantages, *, beta=1.0, **_): return -log_probs * advantages * beta, {}
 def reads_scores(log_probs, group, scores, values, **_):
     return log_probs * group * scores, {"scores": scores}
+def reads_scores_alone(log_probs, scores, **_): return log_probs * scores, {}
+def reads_groups_alone(log_probs, group, **_): return log_probs * group, {}
 def summed_loss(log_probs, **_): return log_probs.sum(), {}
 def loss_without_metrics(log_probs, **_): return log_probs
 def loss_with_number(log_probs, **_): return log_probs, {"largest": 0.5}
@@ -259,6 +261,22 @@ def test_a_loss_gets_groups_scores_and_weights_of_its_tokens(configure):
     assert on_responses(samples, fields["group"]) == [4, 4, 4, 6, 6, 6]
     assert on_responses(samples, fields["scores"]) == [1, 5, 5, 2, 2, 2]
     assert on_responses(samples, fields["loss_weight"]) == [0.5] * 6
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        ("reads_scores_alone", {"scores": [1, 5, 5]}),
+        ("reads_groups_alone", {"group": [4, 6, 6]}),
+    ],
+)
+def test_a_loss_gets_only_what_it_reads(configure, function, expected):
+    config = configure(f"loss_mode=my.py:{function}")
+    samples = make_samples([1, 2], [1, 5], [4, 6])
+    set_advantages(config, samples, whole(samples), 0.0)
+    fields = samples.batch.fields
+    names = {"scores", "group"} & fields.keys()
+    assert {name: on_responses(samples, fields[name]) for name in names} == expected
 
 
 def test_total_adds_up_the_response_tokens(configure):

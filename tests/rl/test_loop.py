@@ -334,6 +334,23 @@ def test_a_step_logs_the_metrics_of_all_its_stages(finished):
     assert not any(name.startswith("val/") for name in first)
 
 
+@pytest.mark.parametrize("only_validates", [False, True])
+def test_a_model_that_is_only_validated_is_not_exported(monkeypatch, finished, only_validates):
+    """Even if its run is complete."""
+    run, roles = finished
+    run.config = OmegaConf.merge(run.config, {"trainer": {"val_only": only_validates}})
+    exported = []
+    roles.export = lambda folder, base_name: exported.append(folder)
+    roles.close = lambda: None
+    run.end_loop = lambda: None
+    run.close = lambda: None
+    grader = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    monkeypatch.setattr("engines.parallel.device.shutdown", lambda: None)
+    train_ppo.finish(run, roles, grader)
+    assert exported == ([] if only_validates else [run.output_dir / "hf"])
+
+
 @pytest.mark.parametrize("kind, kl_coef", [("fixed", 0.25), ("adaptive", 0.125)])
 @pytest.mark.parametrize("step", [2, 1])
 def test_a_resumed_run_continues_with_the_checkpoints_counters(

@@ -6,17 +6,29 @@ mismatches is 0 if every token has its own experts. It would be 0.98 for others.
 
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
 from config import InputError
+from engines.checkpoint.checkpointer import FILES
 from examples.arithmetic import make_rows, make_tokenizer
-from rollout.partial.groups import Counters, OpenGroup, OpenResponse, from_bytes, to_bytes
-from rollout.partial.responses import check_routes
+from rollout.partial.groups import (
+    Counters,
+    OpenGroup,
+    OpenGroups,
+    OpenResponse,
+    from_bytes,
+    to_bytes,
+)
+from rollout.partial.ledger import Ledger
+from rollout.partial.responses import PartialResponses, check_routes
+from rollout.partial.resume import check_open_groups
 from tests.support.launch import launch, metrics, run
 from tests.support.models import make_model
+from tests.support.samples import configure
 
 BATCH_SIZE = 6
 NUM_STEPS = 3
@@ -154,6 +166,49 @@ def test_carried_responses_keep_their_experts_in_a_checkpoint():
     for response in group.responses[1:]:
         assert response.routes.dtype == np.int16
         np.testing.assert_array_equal(response.routes, responses[1].routes)
+
+
+def load_responses(responses: list[OpenResponse], *settings: str) -> list[OpenResponse]:
+    """Continue the only group of a checkpoint, on one replica; return its responses."""
+    rollout = SimpleNamespace(vocab_size=50, num_replicas=1, replica=0)
+    sampler = PartialResponses(
+        sampler=SimpleNamespace(rollout=rollout),
+        ledger=Ledger(num_replicas=1, oversample=1.0, limit=None),
+        dataset=None,
+        rows_of_batch=None,
+        config=configure(*settings),
+        open=OpenGroups(max_staleness=1, finishes_old=True),
+        continuing=None,
+    )
+    sampler.load_state([to_bytes([OpenGroup(0, 0, responses)], Counters(1, 0))])
+    return sampler.open.groups[0].responses
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_a_checkpoint_goes_on_with_the_experts_that_it_needs(replays):
+    settings = [f"rollout.routing_replay={str(replays).lower()}"]
+    (response,) = load_responses([open_response(True)], *settings)
+    assert (response.routes is not None) == replays
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("rollout.routing_replay=true", "drawn without it: set rollout.routing_replay=false"),
+        ("rollout.max_tokens=2", "rollout.max_tokens=2, but the checkpoint has responses"),
+        ("rollout.top_k=4", "rollout.top_k=4, but the checkpoint has responses"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_the_settings_is_rejected(tmp_path, setting, message):
+    """Before any model is loaded, and also by those who load the responses."""
+    responses = [open_response(False)]
+    with pytest.raises(InputError, match=message):
+        load_responses(responses, setting)
+    (tmp_path / FILES).mkdir()
+    content = to_bytes([OpenGroup(0, 0, responses)], Counters(1, 0))
+    (tmp_path / FILES / "open_responses_00000.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        check_open_groups(configure("rollout.partial.enable=true", setting), tmp_path, 50)
 
 
 def test_carried_responses_without_experts_cannot_be_replayed():

@@ -35,13 +35,13 @@ def test_copies_are_recorded_and_not_made():
 def test_shared_memory_of_one_rank_is_unlinked(tmp_path):
     """Its name has the ranks of the replica and the rank in it; others stay."""
     shared_memory = type(tmp_path)("/dev/shm")
-    names = ["[901-902]-cpushm_1", "[901-902]-cpushm_0", "[901-903]-cpushm_1"]
+    names = ["[902-903]-cpushm_1", "[902-903]-cpushm_0", "[902-904]-cpushm_1", "[0-1]-cpushm_1"]
     files = [shared_memory / f"{tmp_path.name}-tp:0-{name}" for name in names]
     for file in files:
         file.touch()
     try:
-        free_shared_memory(range(901, 903), 1)
-        assert [file.exists() for file in files] == [False, True, True]
+        free_shared_memory(903, tp_size=2)
+        assert [file.exists() for file in files] == [False, True, True, True]
     finally:
         for file in files:
             file.unlink(missing_ok=True)

@@ -84,3 +84,16 @@ def test_tool_errors_are_those_of_replies_and_of_tools():
         loop.handle_episode(playing, report)
     loop.end([EndedEpisode(0, None, tool_errors=10)])
     assert (playing.num_tool_calls, playing.num_tool_errors) == (2, 14)
+
+
+def test_the_tokens_of_all_turns_are_counted():
+    loop = make_loop()
+    loop.version = 0
+    loop.num_tokens = 0
+    playing = loop.add(0, SEED)
+    for number, num_tokens in enumerate((3, 2, 4)):
+        message = {"id": number, "prompt_ids": [number], "max_tokens": 10, "stop": []}
+        request = TurnRequest.read(playing, message)
+        loop.begin_turns([request])
+        loop.append(request, np.arange(num_tokens), np.zeros(num_tokens), None)
+    assert loop.num_tokens == 9

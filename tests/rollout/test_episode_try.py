@@ -4,10 +4,13 @@ import importlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from config import InputError
 from examples.arithmetic import build
+from rollout.episodes.stepping import Playing
+from rollout.grading.results import Reward
 from tests.support.launch import ROOT, run
 
 # The module's name is a keyword, so it cannot be imported by a statement.
@@ -81,6 +84,20 @@ def test_an_episode_with_its_branches_and_rewards(folder):
     trained = sum(int(line.split()[3]) for line in lines if line.startswith("  | turn "))
     assert f"turns 3, branches 2, trained tokens {trained}, " in lines[-2]
     assert lines[-1] == "score 2.75: result 2, turns 0.75"
+
+
+def test_the_score_includes_the_rewards_of_turns():
+    playing = Playing(seed=(0,), limit="max_turns")
+    turn = playing.episode.begin([1, 2], seed=0)
+    turn.response.append(np.array([3]), np.array([-1.0]), None, version=0)
+    playing.episode.end(turn, is_cut=False)
+    playing.episode.reward(0.75)
+    reward = Reward(2.0, {"right": 1.5, "short": 0.5})
+    assert list(trial.result_lines(playing, reward)) == [
+        "limit: max_turns",
+        "score 2.75: result 2, turns 0.75",
+        "right 1.5, short 0.5",
+    ]
 
 
 @pytest.mark.slow

@@ -81,6 +81,12 @@ def test_episodes_stay_together_in_select_and_apart_in_concat():
     assert episodes.repeat(torch.arange(5)).tolist() == [0, 0, 1, 1, 1, 2, 3, 2, 4, 4, 4]
 
 
+def test_episodes_of_many_draws_are_told_apart():
+    draws = [make_episodes([Episode(g, g, ["x", ".x"])] * (g + 1)) for g in range(4)]
+    samples = concat(draws)
+    assert samples.episodes.choose(samples.scores).tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+
+
 def test_responses_and_episodes_of_two_draws_are_told_apart():
     """Without numbers, each sequence of a draw is an episode of its own."""
     responses = make_samples([1, 2], [1, 2], [0, 0])

@@ -1,0 +1,34 @@
+"""What the processes of rewards and episodes do before they call the user's code."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.launch import ROOT
+
+MIB = 2**20
+PROGRAM = """
+import resource, sys
+from rollout.grading.program import limit_memory
+hard, num_bytes = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+limit_memory(num_bytes)
+print(*resource.getrlimit(resource.RLIMIT_DATA))
+"""
+
+
+@pytest.mark.parametrize(
+    "hard, num_bytes, expected",
+    [
+        (-1, 500 * MIB, 500 * MIB),
+        (800 * MIB, 500 * MIB, 500 * MIB),
+        (500 * MIB, 800 * MIB, 500 * MIB),
+    ],
+)
+def test_memory_is_limited_also_below_a_limit_of_the_machine(hard, num_bytes, expected):
+    """A process cannot raise the hard limit that ulimit or a job scheduler has set."""
+    command = [sys.executable, "-c", PROGRAM, str(hard), str(num_bytes)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(expected)] * 2
