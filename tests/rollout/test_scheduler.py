@@ -50,6 +50,22 @@ def test_requests_end_as_in_vllms_own_scheduler(batches, vllm_config, num_in_fli
     assert scheduler.end() == 1, "every step was a step of the scheduler for closed batches"
 
 
+def test_a_request_waits_until_its_lost_steps_cost_as_much_as_its_admission(batches, vllm_config):
+    """It costs each of two running requests one step. Before it arrives, no request waits."""
+    scheduler = batches.begin(vllm_config, Responses(3, batches.MAX_MODEL_LEN, 0))
+    steps = batches.Steps(scheduler, 1)
+    steps.add("ends at max_model_len")
+    steps.add("just below max_model_len")
+    for _ in range(3):
+        steps.step()
+    steps.add("one token")
+    num_admissions = []
+    for _ in range(3):
+        steps.step()
+        num_admissions.append(scheduler.num_admissions)
+    assert num_admissions == [1, 2, 2]
+
+
 def test_a_request_gets_the_row_of_one_that_was_taken(batches, vllm_config):
     """As in episodes, where a turn's request arrives while others run, with one row for each."""
     expected_tokens, _ = batches.run_vllms(vllm_config, 2)
