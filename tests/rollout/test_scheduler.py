@@ -50,13 +50,16 @@ def test_requests_end_as_in_vllms_own_scheduler(batches, vllm_config, num_in_fli
     assert scheduler.end() == 1, "every step was a step of the scheduler for closed batches"
 
 
-def test_a_request_waits_until_its_lost_steps_cost_as_much_as_its_admission(batches, vllm_config):
+@pytest.mark.parametrize("num_steps_before", [3, 4])
+def test_a_request_waits_until_its_lost_steps_cost_as_much_as_its_admission(
+    batches, vllm_config, num_steps_before
+):
     """It costs each of two running requests one step. Before it arrives, no request waits."""
     scheduler = batches.begin(vllm_config, Responses(3, batches.MAX_MODEL_LEN, 0))
     steps = batches.Steps(scheduler, 1)
     steps.add("ends at max_model_len")
     steps.add("just below max_model_len")
-    for _ in range(3):
+    for _ in range(num_steps_before):
         steps.step()
     steps.add("one token")
     num_admissions = []
