@@ -73,10 +73,10 @@ def test_exports_name_the_end_token_that_rows_teach(folder, tmp_path, capsys):
     shutil.copytree(export, tmp_path / "checkpoint" / "hf")
     (tmp_path / "checkpoint" / "hf" / "generation_config.json").write_text('{"eos_token_id": 7}')
     with_adapter = OmegaConf.merge(config, {"model": {"lora": {"rank": 4}}})
-    for config, export in ((config, "exports"), (with_adapter, "merged exports")):
-        ids = find_new_end_ids(config, chat, train, tmp_path / "checkpoint")
+    for settings, kind in ((config, "exports"), (with_adapter, "merged exports")):
+        ids = find_new_end_ids(settings, chat, train, tmp_path / "checkpoint")
         assert ids == sorted([7, turn_end])
-        assert f" do not name: {export} will name them in" in capsys.readouterr().out
+        assert f" do not name: {kind} will name them in" in capsys.readouterr().out
 
 
 def test_end_tokens_that_the_files_name_or_that_nothing_teaches(folder, capsys):

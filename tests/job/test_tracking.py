@@ -250,6 +250,16 @@ def test_a_resumed_run_keeps_the_steps_before_it_in_tensorboard(tmp_path):
     assert [(e.step, e.value) for e in events] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
 
 
+def test_special_characters_are_escaped_in_a_table_of_markdown():
+    rows = [["a|b", 0.5, "1\n2"], ["*c*", None, "中"]]
+    assert tables.markdown_table(["text", "score", "answer"], rows).splitlines() == [
+        "| text | score | answer |",
+        "| --- | --- | --- |",
+        "| a&#124;b | 0&#46;5 | 1<br>2 |",
+        "| &#42;c&#42; | None | 中 |",
+    ]
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_table_of_samples_fits_the_terminal(width):
     header, *lines = tables.table(ROWS, width).splitlines()

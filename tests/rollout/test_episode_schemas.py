@@ -134,7 +134,8 @@ def test_schemas_of_tools_are_those_of_transformers(name):
 )
 def test_tools_that_transformers_rejects_have_no_schema(name, message):
     method = getattr(Tools, name)
-    with pytest.raises(Exception, match="annot|Couldn't|missing|not supported|do not automatically convert"):
+    messages = "annot|Couldn't|missing|not supported|do not automatically convert"
+    with pytest.raises(Exception, match=messages):
         get_json_schema(method)
     with pytest.raises(SchemaError) as raised:
         tool_schema(method)

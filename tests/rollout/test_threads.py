@@ -8,7 +8,12 @@ import pytest
 
 from rollout.episodes.threads import call, in_thread, is_async
 
+SECONDS = 60  # a call that never returns is an error
 NAME = contextvars.ContextVar("NAME", default="none")
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, SECONDS))
 
 
 def add(a, b):
@@ -35,7 +40,7 @@ class Adder:
 )
 def test_a_call_returns_the_value_of_a_function_of_either_kind(function, is_coroutine):
     assert is_async(function) == is_coroutine
-    assert asyncio.run(call(function, 2, b=3)) == 5
+    assert run(call(function, 2, b=3)) == 5
 
 
 def test_a_function_that_is_not_async_runs_in_another_thread_with_the_context_of_its_caller():
@@ -46,7 +51,7 @@ def test_a_function_that_is_not_async_runs_in_another_thread_with_the_context_of
         NAME.set("caller")
         return await call(where)
 
-    thread, name = asyncio.run(call_with_name())
+    thread, name = run(call_with_name())
     assert thread is not threading.current_thread()
     assert thread.daemon, "it must not keep the process alive"
     assert name == "caller"
@@ -54,9 +59,9 @@ def test_a_function_that_is_not_async_runs_in_another_thread_with_the_context_of
 
 def test_an_error_reaches_the_caller():
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(call(lambda: 1 / 0))
+        run(call(lambda: 1 / 0))
     with pytest.raises(RuntimeError, match="next raised StopIteration") as raised:
-        asyncio.run(call(next, iter([])))
+        run(call(next, iter([])))
     assert isinstance(raised.value.__cause__, StopIteration)
 
 
@@ -66,14 +71,14 @@ def test_the_value_of_a_call_that_was_cancelled_is_lost():
 
     def wait():
         begun.set()
-        assert may_end.wait(60)
+        assert may_end.wait(SECONDS)
 
     async def cancel() -> list[dict]:
         errors = []
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: errors.append(context))
         task = asyncio.create_task(in_thread(wait))
-        await asyncio.to_thread(begun.wait, 60)
+        await asyncio.to_thread(begun.wait, SECONDS)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -84,4 +89,4 @@ def test_the_value_of_a_call_that_was_cancelled_is_lost():
         return errors
 
     num_threads = threading.active_count()
-    assert asyncio.run(cancel()) == []
+    assert run(cancel()) == []
