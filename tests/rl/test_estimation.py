@@ -131,6 +131,18 @@ def test_gdpo_needs_a_score_that_is_made_of_parts(parts, more, message):
         advantages(samples, "algorithm.adv_estimator=gdpo", *more)
 
 
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
+def test_metrics_of_advantages_and_returns(name):
+    """Over all tokens, also for an estimator that reads whole responses."""
+    samples = make_samples([1, 2, 3, 2], [1, 0, 2, 5], [0, 0, 1, 1])
+    f, metrics = advantages(samples, f"algorithm.adv_estimator={name}", "algorithm.gamma=0.5")
+    for quantity in ("advantages", "returns"):
+        values = on_responses(samples, f[quantity])
+        reported = [metrics[f"critic/{quantity}/{kind}"] for kind in ("mean", "max", "min")]
+        expected = [sum(values) / len(values), max(values), min(values)]
+        assert reported == pytest.approx(expected, abs=1e-6), quantity
+
+
 @pytest.mark.parametrize("largest", [0.001, 1.0, 1000.0])
 def test_scores_may_differ_from_the_sum_of_their_parts_by_rounding_errors(largest):
     """Up to a ten-thousandth of the largest score, or of 1 where all scores are small."""

@@ -5,6 +5,7 @@ and where memory is short.
 """
 
 from collections import deque
+from random import Random
 
 import numpy as np
 import pytest
@@ -84,3 +85,25 @@ def test_a_request_gets_the_row_of_one_that_was_taken(batches, vllm_config):
             if waiting:
                 steps.add(waiting.popleft())
     assert {name: tokens.tolist() for name, tokens in taken.items()} == expected_tokens
+
+
+def test_requests_that_are_preempted_draw_the_same_tokens(batches, vllm_config, monkeypatch):
+    """Requests arrive in any order, and memory is short even in the step after an admission."""
+    expected_tokens, _ = batches.run_vllms(vllm_config, 2)
+    random = Random(0)
+    num_vllm_steps = 0
+    for _ in range(12):
+        monkeypatch.setattr(batches, "NUM_BLOCKS", random.choice([6, 7, 8, 9]))
+        names = random.sample(list(batches.REQUESTS), len(batches.REQUESTS))
+        responses = Responses(len(names), batches.MAX_MODEL_LEN, 0)
+        scheduler = batches.begin(vllm_config, responses)
+        steps = batches.Steps(scheduler, 2)
+        waiting = deque(names)
+        while waiting or scheduler.has_unfinished_requests():
+            if waiting and random.random() < 0.5:
+                steps.add(waiting.popleft())
+            if scheduler.has_unfinished_requests():
+                steps.step()
+        assert {name: scheduler.take(name)[0].tolist() for name in names} == expected_tokens
+        num_vllm_steps += scheduler.num_vllm_steps
+    assert num_vllm_steps > 0
