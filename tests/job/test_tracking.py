@@ -17,7 +17,7 @@ from data.batching.batch import Batch
 from data.prompts import Prompt
 from job import tables, tracking
 from rollout.grading.grader import Failure
-from rollout.records import MAX_WRITTEN, examples, write_samples
+from rollout.records import MAX_WRITTEN, cut, examples, write_samples
 from rollout.samples import Samples
 
 ROWS = [
@@ -415,6 +415,14 @@ def make_samples(rows, groups, questions):
         failures=[],
         num_drawn=n,
     )
+
+
+@pytest.mark.parametrize("length", [MAX_WRITTEN - 1, MAX_WRITTEN, MAX_WRITTEN + 1])
+def test_the_middle_of_a_long_text_is_cut(length):
+    text = "".join(str(i % 10) for i in range(length))
+    half = MAX_WRITTEN // 2
+    expected = f"{text[:half]} ... {text[-half:]}" if length > MAX_WRITTEN else text
+    assert cut(text) == expected
 
 
 def test_examples_have_the_question_and_the_true_answer(tmp_path):
