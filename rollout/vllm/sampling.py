@@ -76,12 +76,12 @@ def sampling_params(
     """
     from vllm import SamplingParams
 
-    is_greedy = sampling.temperature == 0
     return SamplingParams(
         temperature=sampling.temperature,
-        top_p=1.0 if is_greedy else sampling.top_p,
-        top_k=0 if is_greedy else max(sampling.top_k, 0),
-        min_p=0.0 if is_greedy else sampling.min_p,
+        # vLLM ignores these three in greedy decoding.
+        top_p=sampling.top_p,
+        top_k=max(sampling.top_k, 0),
+        min_p=sampling.min_p,
         max_tokens=sampling.max_tokens,
         stop=list(sampling.stop) or None,
         stop_token_ids=stop_token_ids,

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import GenerationConfig
 
 from config import load
@@ -56,6 +57,7 @@ def test_exports_name_the_end_token_that_rows_teach(folder, tmp_path, capsys):
     assert ids == [turn_end]
     printed = capsys.readouterr().out
     assert f"teach the model to end a turn with <|im_end|> ({turn_end}), which" in printed
+    assert printed.endswith("exports will name it in generation_config.json\n")
 
     without = shutil.copytree(model, tmp_path / "without")
     (without / "generation_config.json").unlink()
@@ -70,7 +72,11 @@ def test_exports_name_the_end_token_that_rows_teach(folder, tmp_path, capsys):
     # A run that resumes keeps the end tokens of its checkpoint, even with other data.
     shutil.copytree(export, tmp_path / "checkpoint" / "hf")
     (tmp_path / "checkpoint" / "hf" / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert find_new_end_ids(config, chat, train, tmp_path / "checkpoint") == sorted([7, turn_end])
+    with_adapter = OmegaConf.merge(config, {"model": {"lora": {"rank": 4}}})
+    for settings, kind in ((config, "exports"), (with_adapter, "merged exports")):
+        ids = find_new_end_ids(settings, chat, train, tmp_path / "checkpoint")
+        assert ids == sorted([7, turn_end])
+        assert f" do not name: {kind} will name them in" in capsys.readouterr().out
 
 
 def test_end_tokens_that_the_files_name_or_that_nothing_teaches(folder, capsys):

@@ -12,7 +12,7 @@ from engines.heads import Head
 from engines.memory import GIB
 from job.hardware import Hardware
 from job.heartbeat import Heartbeat, is_out_of_memory
-from job.memory_plan import MemoryPlan, candidates
+from job.memory_plan import MemoryPlan, candidates, parameters_on_device
 from rl.models import role_configs
 from rollout.vllm.capacity import ASLEEP_BYTES, AwakeMemory
 from tests.support.models import make_model
@@ -192,6 +192,16 @@ def test_what_stays_on_the_device_beside_vllm_is_counted(model):
     (warning,) = make_plan(kept.roles, 20 * GIB).generation_warnings()
     lower = "rollout.gpu_memory_utilization to a smaller value or offload.parameters=true"
     assert f"set {lower}" in warning
+
+
+def test_the_weights_that_vllm_receives_count_twice_while_the_actor_has_them(model):
+    """A KV cache that is as small as possible needs less than the actor's parameters."""
+    pairs = ["algorithm.adv_estimator=grpo", "rollout.kv_cache_gib=1e-6"]
+    plan = make_plan(role_configs(ppo_config(model, *pairs)), GIB)
+    awake = AwakeMemory.of(plan.config, GIB)
+    parameters = parameters_on_device(plan.estimate("actor", plan.config))
+    assert awake.weights + parameters > awake.total
+    assert plan.generation_bytes() == awake.weights + parameters + ASLEEP_BYTES
 
 
 @pytest.mark.parametrize(

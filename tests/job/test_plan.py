@@ -10,9 +10,11 @@ from config import InputError, load
 from data.chat.tokenizer import ChatTokenizer
 from engines.build import engine_class
 from engines.heads import Head
+from engines.memory import GIB
 from examples.arithmetic import make_tokenizer
 from job.hardware import Hardware
-from job.plan import describe_rows, layout, print_plan
+from job.plan import describe_rows, layout, print_plan, print_rollout
+from rollout.vllm import capacity
 from tests.support.models import make_model
 
 
@@ -42,6 +44,46 @@ def test_each_role_is_estimated_for_its_own_model(tmp_path, capsys):
     critic_bytes = engine.checkpoint_bytes(roles["critic"], Head.VALUES)
     assert f"checkpoint of the actor: {disk.format_bytes(actor_bytes)};" in printed
     assert f"checkpoint of the critic: {disk.format_bytes(critic_bytes)};" in printed
+
+
+@pytest.mark.parametrize(
+    "num_bytes, settings, weights",
+    [
+        (0, "", None),
+        (0, "rollout.kv_cache_gib=2", None),
+        (64 * GIB, "rollout.max_num_seqs=7", None),
+        (64 * GIB, "model.lora.rank=4", "has a copy, because the trainer's weights are sharded"),
+        (64 * GIB, "model.lora.rank=4 engine.fsdp_size=1", "uses the trainer's own"),
+        (
+            64 * GIB,
+            "model.lora.rank=4 engine.fsdp_size=1 rollout.share_base=never",
+            "has a copy, because rollout.share_base=never",
+        ),
+    ],
+)
+def test_the_plan_shows_vllms_memory(tmp_path, capsys, num_bytes, settings, weights):
+    make_model(tmp_path, "qwen3")
+    config = load("ppo.yaml", [f"model.path={tmp_path}", "data.train_files=t", *settings.split()])
+    run = SimpleNamespace(world_size=2, hardware=Hardware(2, "cuda", num_bytes))
+    print_rollout(config, run)
+    num_sequences = capacity.max_num_seqs(config, 2, num_bytes)
+    decodes = f"it decodes {num_sequences} responses at once"
+    if num_bytes:
+        awake = capacity.AwakeMemory.of(config, num_bytes).describe()
+        expected = [
+            f"vLLM while awake: {awake}; {decodes}",
+            f"vLLM while asleep, and CUDA: about {capacity.ASLEEP_BYTES / GIB:.0f} GiB",
+        ]
+    else:
+        kv_cache_gib = config.rollout.kv_cache_gib or capacity.CPU_KV_CACHE_GIB
+        expected = [f"vLLM's KV cache: {kv_cache_gib} GiB; {decodes}"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[: len(expected)] == expected
+    if weights is None:
+        assert len(lines) == len(expected)
+        return
+    (line,) = lines[len(expected) :]
+    assert line.startswith(f"frozen weights: vLLM {weights}")
 
 
 def test_rows_are_described_by_their_counts():

@@ -6,12 +6,14 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 import train_ppo
 import train_sft
 from config import InputError, load
 from configs.files import SCRIPTS
 from data.dataset import OPTIONS
+from data.selection import training_rows
 from engines.parallel import device
 from examples.arithmetic import make_rows, make_tokenizer
 from job import setup
@@ -152,6 +154,32 @@ def test_a_setting_of_a_teacher_needs_one(settings):
 def test_a_token_that_only_a_validation_row_has_is_checked(set_up, tmp_path):
     with pytest.raises(InputError, match=f"^data.val_files has rows with the token {NEW_TOKEN}"):
         set_up(f"data.val_files={tmp_path}/unknown.jsonl")
+
+
+def test_the_longest_row_fits_exactly_into_a_micro_batch(set_up):
+    run = set_up()
+    longest = int(run.train.lengths.max())
+    for num_tokens in (longest, longest - 1):
+        changed = {"data": {"max_tokens_per_micro_batch": num_tokens}}
+        run.config = OmegaConf.merge(run.config, changed)
+        if num_tokens == longest:
+            rows = train_sft.load_data(run, training_rows(run.config.data))
+            assert rows.lengths.tolist() == run.train.lengths.tolist()
+            continue
+        setting = f"data.max_tokens_per_micro_batch={num_tokens}"
+        with pytest.raises(InputError, match=f"has {longest} tokens, more than {setting}: raise"):
+            train_sft.load_data(run, training_rows(run.config.data))
+
+
+GROUPS = "def f(responses):\n    return [0.0 for _ in responses]\n"
+
+
+def test_a_function_of_groups_cannot_grade_the_greedy_response_of_remax(settings, tmp_path):
+    (tmp_path / "groups.py").write_text(GROUPS)
+    pairs = [*settings, f"reward.function={tmp_path}/groups.py:f"]
+    train_ppo.start_grader(load("ppo.yaml", [*pairs, "algorithm.adv_estimator=rloo"])).close()
+    with pytest.raises(InputError, match="but algorithm.adv_estimator=remax needs a greedy"):
+        train_ppo.start_grader(load("ppo.yaml", [*pairs, "algorithm.adv_estimator=remax"]))
 
 
 NO_COLUMN = "data.tools_key=tols names no column of data.train_files, which have messages, answer"

@@ -17,7 +17,13 @@ from data.batching.batch import Batch
 from engines.build import engine_class
 from engines.divergence import Divergence
 from examples.arithmetic import make_rows, make_tokenizer
-from job.distillation import build_teachers, check_distillation, check_models, role_configs
+from job.distillation import (
+    build_teachers,
+    check_distillation,
+    check_models,
+    distillation_loss,
+    role_configs,
+)
 from profiling import Profiler
 from tests.engines.test_divergence import formula, with_rest
 from tests.support.cases import slow_unless_quick
@@ -54,6 +60,27 @@ CASES = [
     ),
     Case(2, "jsd", 5, True, ("model_engine=megatron", "engine.pipeline_model_parallel_size=2")),
 ]
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_the_loss_is_a_mean_over_trained_tokens(only):
+    """Two of five tokens are trained in this micro-batch, and four in the whole batch."""
+    pairs = ["model.path=m", "data.train_files=t", "distill.teacher=n", f"distill.coef={COEF}"]
+    config = load("sft.yaml", [*pairs, f"distill.only={str(only).lower()}"])
+    log_probs = torch.tensor([-1.0, -2.0, -4.0, -8.0, -16.0])
+    entropy = torch.tensor([0.5, 0.25, 1.5, 2.5, 3.5])
+    divergence = torch.tensor([3.0, 5.0, 7.0, 9.0, 11.0])
+    mask = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0])
+    fields = {"loss_mask": mask, "divergence": divergence}
+    loss, amounts = distillation_loss(config, num_tokens=4)(log_probs, entropy, fields)
+    expected = {
+        "entropy": (0.25 + 2.5) / 4,
+        "cross_entropy": (2 + 8) / 4,
+        "distill/divergence": (5 + 9) / 4,
+    }
+    assert {name: amount.item() for name, amount in amounts.items()} == expected
+    added = 0.0 if only else expected["cross_entropy"]
+    assert loss.item() == pytest.approx(COEF * expected["distill/divergence"] + added)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from data.batching.batch import Batch
 from data.prompts import Prompt
 from job import tables, tracking
 from rollout.grading.grader import Failure
-from rollout.records import MAX_WRITTEN, examples, write_samples
+from rollout.records import MAX_WRITTEN, cut, examples, write_samples
 from rollout.samples import Samples
 
 ROWS = [
@@ -250,6 +250,16 @@ def test_a_resumed_run_keeps_the_steps_before_it_in_tensorboard(tmp_path):
     assert [(e.step, e.value) for e in events] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
 
 
+def test_special_characters_are_escaped_in_a_table_of_markdown():
+    rows = [["a|b", 0.5, "1\n2"], ["*c*", None, "中"]]
+    assert tables.markdown_table(["text", "score", "answer"], rows).splitlines() == [
+        "| text | score | answer |",
+        "| --- | --- | --- |",
+        "| a&#124;b | 0&#46;5 | 1<br>2 |",
+        "| &#42;c&#42; | None | 中 |",
+    ]
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_table_of_samples_fits_the_terminal(width):
     header, *lines = tables.table(ROWS, width).splitlines()
@@ -405,6 +415,14 @@ def make_samples(rows, groups, questions):
         failures=[],
         num_drawn=n,
     )
+
+
+@pytest.mark.parametrize("length", [MAX_WRITTEN - 1, MAX_WRITTEN, MAX_WRITTEN + 1])
+def test_the_middle_of_a_long_text_is_cut(length):
+    text = "".join(str(i % 10) for i in range(length))
+    half = MAX_WRITTEN // 2
+    expected = f"{text[:half]} ... {text[-half:]}" if length > MAX_WRITTEN else text
+    assert cut(text) == expected
 
 
 def test_examples_have_the_question_and_the_true_answer(tmp_path):

@@ -233,9 +233,25 @@ def test_sizes_may_differ_by_repetition_on_tensor_parallel_ranks(
     assert (reason is None) == is_comparable
 
 
-def coordinates(tp_size):
-    alone = AxisRank()
-    return Coordinates("Engine", alone, alone, AxisRank(0, tp_size), alone, [0], {})
+def coordinates(tp_size, dp_size=1, cp_size=1):
+    tp, dp, cp = (AxisRank(0, size) for size in (tp_size, dp_size, cp_size))
+    return Coordinates("Engine", dp, cp, tp, AxisRank(), [0], {})
+
+
+@pytest.mark.parametrize(
+    "call, dp_size, cp_size, text",
+    [
+        (None, 2, 2, "all calls"),
+        (layouts.Call(7, 1, 3), 1, 1, "call 7"),
+        (layouts.Call(7, 1, 3), 2, 1, "call 7, data-parallel rank 1"),
+        (layouts.Call(7, 1, 3), 1, 4, "call 7, context-parallel rank 3"),
+        (layouts.Call(7, 1, 3), 2, 4, "call 7, data-parallel rank 1, context-parallel rank 3"),
+    ],
+)
+def test_an_output_is_described_by_its_call_and_ranks(call, dp_size, cp_size, text):
+    key = layouts.OutputKey(call, "head", 5)
+    described = layouts.describe(key, coordinates(2, dp_size, cp_size))
+    assert described == f"output 5, {text}"
 
 
 # -- coverage --------------------------------------------------------------------------------------

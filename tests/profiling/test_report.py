@@ -35,6 +35,22 @@ def test_stages_are_in_the_order_in_which_they_ran():
     assert report.stages_in([first, second]) == expected
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_panels_have_gaps_and_margins_in_inches(num_rows):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4 * num_rows))
+    grid = report.add_grid(figure, num_rows)
+    bottoms, tops, lefts, rights = grid.get_grid_positions(figure)
+    assert len(lefts) == report.NUM_COLUMNS
+    assert 12 * lefts[0] == pytest.approx(report.LEFT_MARGIN)
+    assert 12 * (1 - rights[-1]) == pytest.approx(report.RIGHT_MARGIN)
+    assert 12 * (lefts[1:] - rights[:-1]) == pytest.approx(report.COLUMN_GAP)
+    assert 4 * num_rows * (1 - tops[0]) == pytest.approx(report.TOP_MARGIN)
+    assert 4 * num_rows * bottoms[-1] == pytest.approx(report.BOTTOM_MARGIN)
+    assert 4 * num_rows * (bottoms[:-1] - tops[1:]) == pytest.approx(report.ROW_GAP)
+
+
 def test_the_picture_keeps_metrics_that_are_0_and_has_bars_for_stages_of_some_steps(tmp_path):
     from matplotlib import pyplot
 

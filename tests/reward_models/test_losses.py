@@ -121,7 +121,7 @@ def test_a_loss_of_your_own(tmp_path):
     hinge = loss_of(loss=f"{file}:hinge", loss_kwargs={"gap": 2.0})
     assert hinge.takes_pairs
     assert hinge.of_batch(Counts.of(batch))(values, batch.fields)[0].item() == 1.5
-    with pytest.raises(InputError, match="must read either pairs"):
+    with pytest.raises(InputError, match=f"^algorithm.loss={file}:mixed must read either pairs"):
         loss_of(loss=f"{file}:mixed")
     with pytest.raises(InputError, match=r"one loss per pair, shape \[1\], not \[\]"):
         loss_of(loss=f"{file}:summed").of_batch(Counts.of(batch))(values, batch.fields)

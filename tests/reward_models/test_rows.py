@@ -10,7 +10,7 @@ from data.reward_dataset import RewardDataset, read_rewarded, tokenize_rewards
 from data.tokenization import plain_options
 from examples.arithmetic import make_tokenizer
 from reward_models.losses import RewardLoss
-from reward_models.settings import check_lengths, choose_padding
+from reward_models.settings import check_lengths, check_rows, check_settings, choose_padding
 from tests.support.models import make_model
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
@@ -99,6 +99,67 @@ def test_a_batch_has_the_whole_rendered_conversation(tmp_path):
     assert batch.fields["target"][ends].tolist() == [0, 0, 2, 2]
     assert batch.fields["answer"][ends].tolist() == [0, 1, 2, 3]
     assert dataset.last_tokens() == {expected[-1]}
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("model.images=true", "model.images=true does not work with train_rm.py"),
+        ("model.mtp.enable=true", "model.mtp.enable=true does not work with train_rm.py"),
+        ("model.mtp.enable_train=true", "set model.mtp.enable=false and model.mtp.enable_train"),
+    ],
+)
+def test_settings_that_a_reward_model_cannot_have(setting, message):
+    needed = ["model.path=/m", "data.train_files=/f"]
+    assert check_settings(load("rm.yaml", needed)).name == "bradley_terry"
+    with pytest.raises(InputError, match=message):
+        check_settings(load("rm.yaml", [*needed, setting]))
+
+
+SCORED = {"messages": CHAT, "score": 1}
+WITHOUT_MARGINS = """
+def f(chosen_scores, rejected_scores, **_):
+    return rejected_scores - chosen_scores
+"""
+
+
+@pytest.mark.parametrize(
+    "rows, loss, message",
+    [
+        ([PAIR, PAIR | {"margin": 2}], "bradley_terry", None),
+        ([SCORED, SCORED], "regression", None),
+        ([PAIR, PAIR], "{folder}/mine.py:f", None),
+        (
+            [SCORED, PAIR, SCORED],
+            "bradley_terry",
+            "2 of 3 rows of data.val_files are answers with a score, and algorithm.loss=bradley_te",
+        ),
+        (
+            [PAIR, PAIR, SCORED],
+            "regression",
+            "2 of 3 rows of data.val_files are pairs, and algorithm.loss=regression learns from",
+        ),
+        (
+            [PAIR, PAIR | {"margin": 0}],
+            "{folder}/mine.py:f",
+            "1 of 2 rows of data.val_files have a margin, which .* set data.margin_key=null",
+        ),
+    ],
+)
+def test_a_loss_gets_rows_that_it_can_learn_from(tmp_path, rows, loss, message):
+    (tmp_path / "mine.py").write_text(WITHOUT_MARGINS)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer()
+    path = tokenize_rewards(str(file), tokenizer, options_of(), tmp_path / "cache", tmp_path)
+    setting = f"algorithm.loss={loss.format(folder=tmp_path)}"
+    of_config = RewardLoss.of(load("rm.yaml", ["model.path=/m", "data.train_files=/f", setting]))
+    datasets = {"data.val_files": RewardDataset.load(path)}
+    if message is None:
+        check_rows(of_config, datasets)
+        return
+    with pytest.raises(InputError, match=message):
+        check_rows(of_config, datasets)
 
 
 @pytest.mark.parametrize(

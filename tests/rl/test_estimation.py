@@ -131,6 +131,32 @@ def test_gdpo_needs_a_score_that_is_made_of_parts(parts, more, message):
         advantages(samples, "algorithm.adv_estimator=gdpo", *more)
 
 
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
+def test_metrics_of_advantages_and_returns(name):
+    """Over all tokens, also for an estimator that reads whole responses."""
+    samples = make_samples([1, 2, 3, 2], [1, 0, 2, 5], [0, 0, 1, 1])
+    f, metrics = advantages(samples, f"algorithm.adv_estimator={name}", "algorithm.gamma=0.5")
+    for quantity in ("advantages", "returns"):
+        values = on_responses(samples, f[quantity])
+        reported = [metrics[f"critic/{quantity}/{kind}"] for kind in ("mean", "max", "min")]
+        expected = [sum(values) / len(values), max(values), min(values)]
+        assert reported == pytest.approx(expected, abs=1e-6), quantity
+
+
+@pytest.mark.parametrize("largest", [0.001, 1.0, 1000.0])
+def test_scores_may_differ_from_the_sum_of_their_parts_by_rounding_errors(largest):
+    """Up to a ten-thousandth of the largest score, or of 1 where all scores are small."""
+    tolerance = 1e-4 * (1 + largest)
+    for difference in (0.9 * tolerance, 1.1 * tolerance):
+        samples = make_samples([2, 1], [largest, 0.0], [0, 0])
+        samples = replace(samples, parts={"a": samples.scores.double() - difference})
+        if difference < tolerance:
+            advantages(samples, "algorithm.adv_estimator=gdpo")
+        else:
+            with pytest.raises(InputError, match=rf"the difference is {difference:.3g}\)"):
+                advantages(samples, "algorithm.adv_estimator=gdpo")
+
+
 @pytest.mark.parametrize("weights", [[], ["reward.weights={right: 2.0}"]])
 def test_the_part_of_a_reward_model_has_a_weight_of_its_own(weights):
     """Without reward.weights, all other parts have the weight 1, otherwise those without one 0."""

@@ -37,6 +37,8 @@ def needs_alpha(rewards, num_sequences, alpha, **_): return rewards, rewards
 def without_rest(rewards): return rewards, rewards
 def without_returns(rewards, **_): return rewards
 def three_results(rewards, **_): return rewards, rewards, rewards
+def stacked_results(rewards, **_): return torch.stack([rewards, rewards])
+def no_results(**_): pass
 
 SEEN = {}
 def sees_all(*, rewards, mask, sequence, group, values, baseline, old_log_probs, ref_log_probs,
@@ -305,6 +307,14 @@ def test_total_adds_up_the_response_tokens(configure):
         (
             ["adv_estimator=my.py:three_results"],
             "three_results must return a pair: advantages and returns",
+        ),
+        (
+            ["adv_estimator=my.py:stacked_results"],
+            "stacked_results must return a pair: advantages and returns",
+        ),
+        (
+            ["adv_estimator=my.py:no_results"],
+            "no_results must return a pair: advantages and returns",
         ),
         (
             ["loss_agg_mode=my.py:total_length"],

@@ -135,6 +135,8 @@ class Steps:
 
     def check_blocks(self, output: SchedulerOutput) -> None:
         """Check that the keys and values that the step computes have room in the KV cache."""
+        for name in output.scheduled_cached_reqs.resumed_req_ids:
+            self.num_computed[name] = 0  # it was preempted
         for name, num_tokens in output.num_scheduled_tokens.items():
             self.num_computed[name] += num_tokens
             (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)

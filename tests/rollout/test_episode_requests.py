@@ -44,6 +44,26 @@ def test_the_smallest_number_of_tokens_counts(read):
     assert read(max_tokens=5).max_tokens == 5
     assert read_chat(max_tokens=5, max_completion_tokens=3).max_tokens == 3
     assert read_chat(max_tokens=2, max_completion_tokens=3).max_tokens == 2
+    assert read(max_tokens=1).max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "read, logprobs, expected",
+    [
+        (read_chat, None, False),
+        (read_chat, False, False),
+        (read_chat, True, True),
+        (read_generate, None, False),
+        (read_generate, False, False),
+        (read_generate, 0, True),
+        (read_generate, 1, True),
+        (read_generate, True, True),
+    ],
+)
+def test_log_probabilities_are_returned_on_request(read, logprobs, expected):
+    """0 asks for those of the sampled tokens alone, as in vLLM's SamplingParams."""
+    assert read().has_logprobs is False
+    assert read(logprobs=logprobs).has_logprobs is expected
 
 
 def test_a_reply_is_searched_for_calls_of_the_tools_that_are_offered():

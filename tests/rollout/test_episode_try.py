@@ -1,6 +1,7 @@
 """The command that plays one episode by hand."""
 
 import importlib
+import json
 import subprocess
 import sys
 
@@ -9,8 +10,9 @@ import pytest
 
 from config import InputError
 from examples.arithmetic import build
+from rollout.episodes.jobs import Limit
 from rollout.episodes.stepping import Playing
-from rollout.grading.results import Reward
+from rollout.grading.results import Failure, Reward
 from tests.support.launch import ROOT, run
 
 # The module's name is a keyword, so it cannot be imported by a statement.
@@ -98,6 +100,56 @@ def test_the_score_includes_the_rewards_of_turns():
         "score 2.75: result 2, turns 0.75",
         "right 1.5, short 0.5",
     ]
+
+
+@pytest.mark.parametrize(
+    "limit, result, lines",
+    [
+        (None, Reward(2.0, {}), ["score 2: result 2, turns 0"]),
+        (
+            "max_turns",
+            Limit("max_turns", None),
+            [
+                "limit: max_turns",
+                "no score: left out of training, because rollout.limit_score is null",
+            ],
+        ),
+        (
+            "max_turns",
+            Limit("max_turns", -0.5),
+            ["limit: max_turns", "score -0.5: result -0.5, turns 0"],
+        ),
+        (
+            None,
+            Failure("timed out", "no answer\nafter 3 s\n", {}, "text"),
+            ["failed: timed out: no answer after 3 s", "  | no answer", "  | after 3 s"],
+        ),
+    ],
+    ids=["a reward", "a limit", "a limit with a score", "a failure"],
+)
+def test_the_end_of_an_episode_is_described(limit, result, lines):
+    assert list(trial.result_lines(Playing(seed=(0,), limit=limit), result)) == lines
+
+
+def test_a_message_is_described_with_its_reasoning_and_its_calls():
+    functions = [{"name": "add", "arguments": '{"a": 1}'}, {"name": "stop", "arguments": "{}"}]
+    message = {
+        "role": "assistant",
+        "reasoning": "first\nthen",
+        "content": "I add.",
+        "tool_calls": [{"function": function} for function in functions],
+    }
+    assert list(trial.message_lines(message)) == [
+        "  assistant, reasoning: first",
+        "    then",
+        "  assistant: I add.",
+        '  assistant calls: add({"a": 1})',
+        "  assistant calls: stop({})",
+    ]
+    parts = [{"type": "text", "text": "é"}]
+    (line,) = trial.message_lines({"role": "user", "content": parts})
+    assert line == f"  user: {json.dumps(parts)}"
+    assert not list(trial.message_lines({"role": "user", "content": ""}))
 
 
 @pytest.mark.slow

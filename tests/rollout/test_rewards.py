@@ -839,6 +839,22 @@ def test_the_first_prompt_is_tried_with_a_group_of_full_size(make, tmp_path, cap
     assert "gives 4 for the response '1234' to the first prompt" in capsys.readouterr().out
 
 
+def test_the_first_prompt_is_graded_once_by_a_function_of_single_responses(make, tmp_path):
+    (tmp_path / "of_one.py").write_text(
+        "from pathlib import Path\n"
+        "def f(response, row):\n"
+        "    with open(row['log'], 'a') as file:\n"
+        "        file.write(response + '\\n')\n"
+        "    return 1.0\n"
+    )
+    needed = ["model.path=unused", "data.train_files=unused", "rollout.n=3"]
+    config = load("ppo.yaml", [*needed, f"reward.function={tmp_path}/of_one.py:f"])
+    prompt = SimpleNamespace(text="q", row={"log": f"{tmp_path}/log"})
+    with closing(make(f"{tmp_path}/of_one.py:f", 1, SLACK)) as grader:
+        train_ppo.grade_one(config, grader, [prompt])
+    assert (tmp_path / "log").read_text() == "\n", "an empty response, as the row has no answer"
+
+
 def test_a_function_of_verl_for_a_batch_has_a_score_and_other_parts(make, file):
     with closing(make(f"{file}:compute_scores", 1, SLACK)) as grader:
         results = grader.grade([("q", text, VERL_ROW) for text in ("5", "67")], [0, 0])

@@ -5,6 +5,7 @@ and where memory is short.
 """
 
 from collections import deque
+from random import Random
 
 import numpy as np
 import pytest
@@ -50,6 +51,25 @@ def test_requests_end_as_in_vllms_own_scheduler(batches, vllm_config, num_in_fli
     assert scheduler.end() == 1, "every step was a step of the scheduler for closed batches"
 
 
+@pytest.mark.parametrize("num_steps_before", [3, 4])
+def test_a_request_waits_until_its_lost_steps_cost_as_much_as_its_admission(
+    batches, vllm_config, num_steps_before
+):
+    """It costs each of two running requests one step. Before it arrives, no request waits."""
+    scheduler = batches.begin(vllm_config, Responses(3, batches.MAX_MODEL_LEN, 0))
+    steps = batches.Steps(scheduler, 1)
+    steps.add("ends at max_model_len")
+    steps.add("just below max_model_len")
+    for _ in range(num_steps_before):
+        steps.step()
+    steps.add("one token")
+    num_admissions = []
+    for _ in range(3):
+        steps.step()
+        num_admissions.append(scheduler.num_admissions)
+    assert num_admissions == [1, 2, 2]
+
+
 def test_a_request_gets_the_row_of_one_that_was_taken(batches, vllm_config):
     """As in episodes, where a turn's request arrives while others run, with one row for each."""
     expected_tokens, _ = batches.run_vllms(vllm_config, 2)
@@ -65,3 +85,25 @@ def test_a_request_gets_the_row_of_one_that_was_taken(batches, vllm_config):
             if waiting:
                 steps.add(waiting.popleft())
     assert {name: tokens.tolist() for name, tokens in taken.items()} == expected_tokens
+
+
+def test_requests_that_are_preempted_draw_the_same_tokens(batches, vllm_config, monkeypatch):
+    """Requests arrive in any order, and memory is short even in the step after an admission."""
+    expected_tokens, _ = batches.run_vllms(vllm_config, 2)
+    random = Random(0)
+    num_vllm_steps = 0
+    for _ in range(12):
+        monkeypatch.setattr(batches, "NUM_BLOCKS", random.choice([6, 7, 8, 9]))
+        names = random.sample(list(batches.REQUESTS), len(batches.REQUESTS))
+        responses = Responses(len(names), batches.MAX_MODEL_LEN, 0)
+        scheduler = batches.begin(vllm_config, responses)
+        steps = batches.Steps(scheduler, 2)
+        waiting = deque(names)
+        while waiting or scheduler.has_unfinished_requests():
+            if waiting and random.random() < 0.5:
+                steps.add(waiting.popleft())
+            if scheduler.has_unfinished_requests():
+                steps.step()
+        assert {name: scheduler.take(name)[0].tolist() for name in names} == expected_tokens
+        num_vllm_steps += scheduler.num_vllm_steps
+    assert num_vllm_steps > 0
