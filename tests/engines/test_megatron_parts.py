@@ -1,0 +1,99 @@
+"""Parts of the Megatron engine that need neither torchrun nor a model's weights."""
+
+import itertools
+
+import pytest
+from transformers import AutoConfig
+
+from config import InputError, load
+from engines.megatron import layout
+from engines.megatron.families import ROPE_TYPES, check_rope
+from engines.megatron.mapping import row_runs
+from engines.megatron.transformer_config import layout_fields
+from engines.megatron.without_cuda import cuda_is_cpu
+from tests.support.ranks import on_ranks
+
+
+@pytest.mark.parametrize("rows_per_group", [[3], [2, 2], [4, 1, 1], [6, 2, 2]])
+def test_the_rows_of_a_fused_matrix_come_from_where_they_belong(rows_per_group):
+    """Groups follow one another; each has some rows of every source, in order."""
+    num_groups = 4
+    fused = []
+    for group in range(num_groups):
+        for source, num_rows in enumerate(rows_per_group):
+            fused += [(source, group * num_rows + row) for row in range(num_rows)]
+    for start, stop in itertools.combinations(range(len(fused) + 1), 2):
+        rows = {}
+        for run in row_runs(rows_per_group, start, stop):
+            for offset, row in enumerate(range(run.first, run.last)):
+                rows[run.start + offset] = (run.source, row)
+        assert [*rows.items()] == [*enumerate(fused[start:stop])]
+
+
+@pytest.mark.parametrize("factor", [None, 1, 1.0, 0.5, 2])
+@pytest.mark.parametrize("rope_type", [*ROPE_TYPES, "dynamic"])
+def test_rotary_embeddings_that_megatron_computes(factor, rope_type):
+    hf_config = AutoConfig.for_model("llama")
+    hf_config.rope_parameters = {"rope_type": rope_type, "partial_rotary_factor": factor}
+    if rope_type in ROPE_TYPES and factor in (None, 1):
+        check_rope(hf_config, "/model")
+        return
+    with pytest.raises(InputError) as error:
+        check_rope(hf_config, "/model")
+    reason = "does not support rope type 'dynamic', only default, llama3, linear, yarn"
+    if rope_type in ROPE_TYPES:
+        reason = f"partial_rotary_factor={factor} in config.json is not supported"
+    assert reason in str(error.value)
+
+
+def fields_of_layout(settings: dict[str, int], num_mtp_layers: int) -> dict:
+    needed = ["model_engine=megatron", "model.path=unused", "data.train_files=unused"]
+    pairs = [f"engine.{name}={size}" for name, size in settings.items()]
+    with cuda_is_cpu():
+        layout.initialize(load("sft.yaml", [*needed, *pairs]).engine)
+    hf_config = AutoConfig.for_model("llama", num_hidden_layers=5)
+    return layout_fields(hf_config, num_mtp_layers)
+
+
+@pytest.mark.parametrize(
+    "settings, stages",
+    [
+        ({}, None),
+        (
+            {"pipeline_model_parallel_size": 2},
+            [
+                ["embedding", "decoder", "decoder", "decoder"],
+                ["decoder", "decoder", "mtp", "loss"],
+            ],
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            [
+                ["embedding", "decoder", "decoder"],
+                ["decoder"],
+                ["decoder"],
+                ["decoder", "mtp", "loss"],
+            ],
+        ),
+    ],
+    ids=["one stage", "two stages", "virtual stages"],
+)
+def test_fields_of_a_layout(tmp_path, settings, stages):
+    fields, other = on_ranks(2, tmp_path, fields_of_layout, settings, 1)
+    assert fields == other
+    pp = settings.get("pipeline_model_parallel_size", 1)
+    vpp = settings.get("virtual_pipeline_model_parallel_size")
+    expected = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": vpp,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "variable_seq_lengths": True,
+        "overlap_p2p_comm": vpp is not None,
+        "batch_p2p_comm": False,
+        "mtp_num_layers": 1,
+    }
+    if stages:
+        expected["pipeline_model_parallel_layout"] = stages
+    assert fields == expected
