@@ -57,6 +57,21 @@ def test_a_group_of_ranks_is_no_larger_than_the_largest(folder):
     torch.testing.assert_close(together, expected, rtol=0, atol=0.1)
 
 
+@pytest.mark.usefixtures("process_group")
+def test_the_decoder_keeps_no_cache_of_keys_and_values(folder):
+    engine = FSDPEngine(make_config(folder), CPU, 1)
+    caches = []
+
+    def record(module, inputs, output):
+        caches.append(output.past_key_values)
+
+    handle = engine.hf.get_decoder().register_forward_hook(record)
+    engine.log_probs(make_batch(0))
+    handle.remove()
+    assert caches
+    assert not any(caches)
+
+
 @pytest.mark.parametrize("padding_row", [None, 0, 2])
 def test_only_a_zero_row_of_the_padding_token_is_kept(padding_row):
     embedding = nn.Embedding(5, 3)
