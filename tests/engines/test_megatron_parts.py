@@ -1,16 +1,21 @@
 """Parts of the Megatron engine that need neither torchrun nor a model's weights."""
 
 import itertools
+from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from config import InputError, load
 from engines.megatron import layout
+from engines.megatron.adapters import Adapter
+from engines.megatron.engine import MegatronEngine
 from engines.megatron.families import ROPE_TYPES, check_rope
 from engines.megatron.mapping import row_runs
 from engines.megatron.transformer_config import layout_fields
 from engines.megatron.without_cuda import cuda_is_cpu
+from tests.support.models import make_model
 from tests.support.ranks import on_ranks
 
 
@@ -97,3 +102,37 @@ def test_fields_of_a_layout(tmp_path, settings, stages):
     if stages:
         expected["pipeline_model_parallel_layout"] = stages
     assert fields == expected
+
+
+def dropped_inputs(model: Path, sequence_parallel: bool) -> dict[str, list[list[float]]]:
+    """Return what dropout leaves of ones: name of an adapted matrix -> two draws of a first seed
+    and one of a second."""
+    pairs = [f"model.path={model}", "model_engine=megatron", "data.train_files=unused"]
+    pairs += ["engine.tensor_model_parallel_size=2", "model.lora.rank=2", "model.lora.dropout=0.25"]
+    pairs.append(f"engine.sequence_parallel={sequence_parallel}")
+    engine = MegatronEngine(load("sft.yaml", pairs), torch.device("cpu"), total_steps=1)
+    draws = {}
+    for name, module in engine.models[0].named_modules():
+        if isinstance(module, Adapter):
+            draws[name] = []
+            for seed in (1, 1, 2):
+                torch.manual_seed(seed)
+                draws[name].append(module.dropped(torch.ones(400)).tolist())
+    return draws
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ranks_drop_the_same_numbers_only_of_an_input_that_they_share(tmp_path, sequence_parallel):
+    """Recomputation drops the same again. Tensor-parallel ranks share the input of a matrix that
+    they divide by columns, unless each has its own tokens."""
+    model = make_model(tmp_path / "llama", "llama", num_hidden_layers=1)
+    first_rank, second_rank = on_ranks(2, tmp_path, dropped_inputs, model, sequence_parallel)
+    assert len(first_rank) == 4
+    for name, draws in first_rank.items():
+        first, again, with_another_seed = draws
+        assert first == again != with_another_seed
+        assert sorted({*first}) == pytest.approx([0, 1 / 0.75])
+        assert 250 < sum(number > 0 for number in first) < 350
+        is_row_parallel = "linear_proj" in name or "linear_fc2" in name
+        is_shared = not is_row_parallel and not sequence_parallel
+        assert (second_rank[name] == draws) == is_shared

@@ -18,7 +18,6 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     "family, settings, multiples",
     [
-        ("llama", [], [1, 1, 1]),
         ("llama", [AUTO], [1, 1, 1]),  # ranks divide its four heads
         ("llama", [AUTO, PADDED], [1, 4, 8]),
         ("three_heads", [AUTO], [1, 4, 8]),
