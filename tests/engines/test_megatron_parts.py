@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from config import InputError, load
@@ -15,6 +16,8 @@ from engines.megatron.families import ROPE_TYPES, check_rope
 from engines.megatron.mapping import row_runs
 from engines.megatron.transformer_config import layout_fields
 from engines.megatron.without_cuda import cuda_is_cpu
+from tests.engines.megatron_checks import make_config
+from tests.support.estimates import checkpoint_bytes, estimate_bytes
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
 
@@ -136,3 +139,59 @@ def test_ranks_drop_the_same_numbers_only_of_an_input_that_they_share(tmp_path, 
         is_row_parallel = "linear_proj" in name or "linear_fc2" in name
         is_shared = not is_row_parallel and not sequence_parallel
         assert (second_rank[name] == draws) == is_shared
+
+
+@pytest.mark.parametrize(
+    "settings, weight_bytes, gradient_bytes, optimizer_bytes",
+    [
+        (["engine.compute_dtype=float32"], 4, 4, 8),
+        (["engine.compute_dtype=bfloat16"], 2, 4, 12),
+        (
+            [
+                "engine.compute_dtype=bfloat16",
+                "engine.override_ddp_config.grad_reduce_in_fp32=false",
+            ],
+            2,
+            2,
+            12,
+        ),
+    ],
+    ids=["fp32", "bf16", "bf16 gradients"],
+)
+def test_estimate_of_states(
+    megatron_folder, settings, weight_bytes, gradient_bytes, optimizer_bytes
+):
+    path = megatron_folder / "llama"
+    config = make_config(megatron_folder, f"model.path={path}", *settings)
+    number = sum(x.numel() for x in load_file(path / "model.safetensors").values())
+    (stage,) = estimate_bytes(config, 1, "cuda")
+    assert stage["parameters"] == number * weight_bytes
+    assert stage["gradients"] == number * gradient_bytes
+    assert stage["optimizer"] == number * optimizer_bytes
+    (reference,) = estimate_bytes(config, 1, "cuda", "reference")
+    assert reference["parameters"] == number * weight_bytes
+    assert not reference.keys() & {"gradients", "optimizer"}
+    in_fp32_too = 0 if weight_bytes == 4 else 4
+    written = number * (weight_bytes + 2 * 4 + in_fp32_too)
+    assert checkpoint_bytes(config) == written
+
+
+def test_estimate_of_adapters(megatron_folder):
+    """Only they have gradients, optimizer state and a place in checkpoints."""
+    rank = 2
+    settings = [f"model.lora.rank={rank}", "model.lora.dtype=float32"]
+    path = megatron_folder / "llama"
+    config = make_config(megatron_folder, f"model.path={path}", *settings)
+    assert config.engine.compute_dtype == "bfloat16"
+    weights = load_file(path / "model.safetensors")
+    in_model = sum(x.numel() for x in weights.values())
+    in_adapters = 0
+    for name, weight in weights.items():
+        if "layernorm" not in name and ".layers." in name:
+            in_adapters += rank * sum(weight.shape)
+    (stage,) = estimate_bytes(config, 1, "cuda")
+    assert stage["parameters"] == in_model * 2 + in_adapters * 4
+    assert stage["gradients"] == in_adapters * 4
+    assert stage["optimizer"] == in_adapters * 8
+    assert stage["gradient of the output matrix"] == 0
+    assert checkpoint_bytes(config) == in_adapters * (4 + 8)
