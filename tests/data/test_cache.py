@@ -1,16 +1,23 @@
 """The names of cache folders, and when their contents are written again."""
 
 import ctypes
+import json
 import os
 import shutil
 import signal
 
 import pytest
 
+from config import load
 from data.cache import cache_key, ensure_cached, key_of
 from data.chat.tokenizer import ChatTokenizer
+from data.dataset import TokenDataset, tokenize
+from data.preference_dataset import PreferenceDataset, tokenize_preferences
+from data.reward_dataset import RewardDataset, tokenize_rewards
+from data.tokenization import plain_options
 from data.workers import forking_workers
 from tests.data.chat_templates import CHATML, QWEN2, make_tokenizer
+from tests.data.test_chat import say
 
 PR_GET_PDEATHSIG = 2  # linux/prctl.h
 MODEL_FILES = [
@@ -138,3 +145,31 @@ def test_only_processes_that_tokenize_end_with_this_one():
     with forking_workers():
         assert signal_at_the_end_of_the_parent() == signal.SIGKILL
     assert signal_at_the_end_of_the_parent() == 0
+
+
+KINDS = {
+    "sft": (tokenize, TokenDataset, {"messages": say("1+1=", "2"), "id": 7}),
+    "dpo": (
+        tokenize_preferences,
+        PreferenceDataset,
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3", "id": 7},
+    ),
+    "rm": (
+        tokenize_rewards,
+        RewardDataset,
+        {"prompt": "1+1=", "completion": "2", "score": 0.5, "id": 7},
+    ),
+}
+
+
+@pytest.mark.parametrize("with_rows", [True, False])
+@pytest.mark.parametrize("script", KINDS)
+def test_rows_are_stored_only_for_a_sampler_that_reads_them(tmp_path, tokenizer, script, with_rows):
+    write, dataset, row = KINDS[script]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    pairs = ["model.path=/model", f"data.train_files={file}"]
+    options = plain_options(load(f"{script}.yaml", pairs).data)
+    path = write(str(file), tokenizer, options, tmp_path / "cache", tmp_path, with_rows=with_rows)
+    rows = dataset.load(path).rows
+    assert (rows and [*rows]) == ([row] if with_rows else None)

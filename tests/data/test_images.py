@@ -30,7 +30,7 @@ from config import InputError, load
 from data.batching.batch import Batch
 from data.chat.placeholders import number_images
 from data.dataset import TokenDataset, tokenize
-from data.images.processor import ImageStore, Processor, load_hf_processor
+from data.images.processor import ImageStore, Processor, load_hf_processor, overlaps_any
 from data.prompts import PromptDataset, tokenize_prompts
 from engines.build import engine_class
 from engines.fsdp import vision as images
@@ -1190,6 +1190,29 @@ def test_a_large_image_is_stored_as_small_as_the_model_sees_it(processor):
     assert all(torch.equal(tensors[key], expected[key]) for key in expected)
     tiny = random.randint(0, 256, (9, 8, 3)).astype(np.uint8)
     assert processor.resized(tiny).tolist() == tiny.tolist()
+
+
+def test_an_image_is_stored_whole_if_its_tensors_would_differ(folder):
+    """As with a processor that darkens what it resizes: the stored image would be darker still."""
+    processor = Processor(folder / "qwen2_5_vl")
+    image_processor = processor.hf_processor.image_processor
+
+    class Darkening(type(image_processor)):
+        def resize(self, *args, **options):
+            return super().resize(*args, **options) // 2
+
+    image_processor.__class__ = Darkening
+    large = np.random.RandomState(1).randint(0, 256, (900, 600, 3)).astype(np.uint8)
+    assert processor.resized(large) is large
+
+
+@pytest.mark.parametrize(
+    "offset, overlaps",
+    [((0, 3), False), ((0, 4), True), ((4, 5), True), ((5, 6), False), ((0, 6), True)],
+)
+def test_a_token_is_of_an_image_if_it_overlaps_the_images_text(offset, overlaps):
+    assert overlaps_any(offset, [(3, 5), (8, 9)]) == overlaps
+    assert not overlaps_any(offset, [])
 
 
 def test_an_image_may_be_given_in_many_ways(shades, make):

@@ -162,6 +162,20 @@ def test_thinking_that_is_cut_out_of_the_last_answer_is_lost():
     assert losses(CUTTING, messages[:-1], add_generation_prompt=True) == {("earlier", "content")}
 
 
+def test_an_earlier_answer_that_is_lost_with_its_thinking_is_lost():
+    without_first = CHATML.replace("m.content", "('' if loop.index0 == 1 else m.content)")
+    for earlier in ("<think>\nlet me see\n</think>\n\nthe cat", "the cat"):
+        messages = say("q", earlier, "and now?", "the dog")
+        assert losses(without_first, messages) == {("lost", "content")}
+
+
+@pytest.mark.parametrize("printed", ["m.content[:-1]", "(m.content[:-1] | tojson)"])
+def test_a_text_without_its_last_letter_is_lost(printed):
+    cutting = CHATML.replace("m.content", printed)
+    messages = say("what does the cat do all day long?", 'it sits on "the mat" and sleeps there')
+    assert losses(cutting, messages) == {("lost", "content")}
+
+
 def test_reasoning_of_earlier_answers_is_only_reported_if_the_template_prints_the_last():
     messages = [*say("q"), answer(reasoning_content="let me see"), *say("more", "the dog")]
     assert losses(QWEN3, messages) == {("earlier", "reasoning_content")}

@@ -148,6 +148,11 @@ def test_a_long_sequence_is_shared_and_short_ones_are_not():
     assert [*sizes.values()].count(1) >= 8
 
 
+def test_a_group_begins_at_a_multiple_of_its_size_though_others_take_longer():
+    passes = schedule([150, 90], [2.2, 1.2], 3, 100, lambda size: 1)
+    assert passes == [[Group(0, 2, [0]), Group(2, 1, [1])]]
+
+
 def test_others_do_not_wait_for_a_sequence_that_fits_one_rank():
     """Alone on a rank it would take five times as long as the others take for the rest."""
     lengths = [2000, *[100] * 12]

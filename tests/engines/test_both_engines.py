@@ -84,6 +84,11 @@ def train(model: Path, settings: tuple[str, ...]) -> Trained:
         share = batch.select(plan.sequences)
         loss_fn = make_loss(len(batch.input_ids))
         metrics.append(engine.train_batch(share, loss_fn, step, plan.micro_batches))
+        engine.offload("parameters", "optimizer")  # the next step, or an export, needs them again
+        if isinstance(engine, MegatronEngine):
+            buffers = [*engine.gradient_buffers()]
+            assert buffers
+            assert not any(buffer.untyped_storage().nbytes() for buffer in buffers)
     outputs = dict(engine.export_weights())
     outputs["output matrix"] = engine.output_matrix()
     outputs["log-probabilities"] = torch.stack([x.float() for x in engine.log_probs(make_batch(1))])

@@ -13,6 +13,7 @@ from engines.divergence import (
     Divergence,
     TeacherHead,
     full_divergence,
+    gather_columns,
     top_k_divergence,
     top_k_log_probs,
 )
@@ -208,6 +209,25 @@ def test_ranks_that_divide_the_vocabulary(tmp_path: Path, mode, top_k, teacher_t
         assert_all_close([result], wanted[:1])
     assert_all_close([sum(part[1] for part in parts)], wanted[1:2])
     assert_all_close([torch.cat([part[2] for part in parts])], wanted[2:])
+
+
+def gathered_columns() -> list[torch.Tensor]:
+    """Gather columns of which rank 0 has one, and each further rank one more."""
+    rank = dist.get_rank()
+    x = torch.arange(2 * (rank + 1)).view(2, rank + 1) + 10 * (rank + 1)
+    return [gather_columns(x, dist.group.WORLD), gather_columns(x.float(), dist.group.WORLD)]
+
+
+def test_columns_of_ranks_are_gathered_whatever_their_number(tmp_path):
+    for token_ids, log_probs in on_ranks(3, tmp_path, gathered_columns):
+        columns = [
+            [10, 0, 0, 20, 21, 0, 30, 31, 32],
+            [11, 0, 0, 22, 23, 0, 33, 34, 35],
+        ]
+        assert token_ids.tolist() == columns
+        padded = torch.tensor(columns).float()
+        padded[padded == 0] = -torch.inf
+        assert torch.equal(log_probs, padded)
 
 
 def test_the_most_likely_tokens_and_the_rest():

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from config import load
 from data.batching.batch import Batch, make_cu_seqlens
+from engines.build import engine_class
 from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
@@ -275,6 +276,68 @@ def test_the_total_counts_each_term_once():
     assert estimate.device_total == 2 ** len(terms) - 1
     assert estimate.rows()["device total"] == estimate.device_total
     assert len(estimate.rows()) == len(LABELS)
+
+
+def test_what_is_on_the_host_is_named_so_and_not_in_the_total():
+    states = dict(parameters=1, gradients=2, optimizer=4)
+    estimate = Estimate(
+        **states,
+        activations=8,
+        chunk_logits=16,
+        output_matrix_gradient=None,
+        is_on_host=True,
+        has_unknown_optimizer=True,
+    )
+    assert estimate.rows() == {
+        "parameters, host": 1,
+        "gradients, host": 2,
+        "optimizer, if like Adam, host": 4,
+        "activations": 8,
+        "logits of a chunk": 16,
+        "device total": 24,
+    }
+
+
+@pytest.mark.parametrize("reshards", ["true", "false"])
+def test_only_layers_give_weights_back_after_the_forward_pass(model, reshards):
+    """The backward pass begins with the root, whose weights stay gathered until then."""
+    config = make_config(
+        model, "engine.compute_dtype=bfloat16", f"engine.reshard_after_forward={reshards}"
+    )
+    engine = FSDPEngine(config, CPU, total_steps=2)
+    units = [module for module in engine.model.modules() if isinstance(module, FSDPModule)]
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+    root, *layers = [group._reshard_after_forward for group in groups]
+    assert not root
+    assert layers == ([True] * len(engine.hf.model.layers) if reshards == "true" else [])
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize(
+    "pairs, num_teachers, top_k",
+    [
+        ([], 0, 0),
+        (["distill.teacher=MODEL", "distill.top_k=0"], 1, 0),
+        (["distill.teacher=MODEL", "distill.top_k=5"], 1, 5),
+    ],
+    ids=["none", "one", "top_k"],
+)
+def test_terms_of_a_teacher(model, engine, pairs, num_teachers, top_k):
+    settings = [pair.replace("MODEL", str(model)) for pair in pairs]
+    settings += ["data.train_batch_size=6", "data.max_length=32", f"model_engine={engine}"]
+    needed = [f"model.path={model}", "data.train_files=none", "engine.compute_dtype=bfloat16"]
+    config = load("sft.yaml", [*needed, *settings])
+    (estimate,) = engine_class(engine).estimate_memory(config, 2, "cuda")
+    if not num_teachers:
+        assert estimate.teacher_matrix is None
+        assert estimate.teacher_outputs is None
+        return
+    shape = read_hf_config(model).get_text_config()
+    # On each of two ranks three rows: hidden states in bf16, or k ids and k + 1 log-probabilities.
+    bytes_per_token = top_k * 4 + (top_k + 1) * 4 if top_k else shape.hidden_size * 2
+    assert estimate.teacher_outputs == 6 / 2 * 32 * bytes_per_token
+    matrix_bytes = shape.vocab_size * shape.hidden_size * 2
+    assert estimate.teacher_matrix == (None if top_k else num_teachers * matrix_bytes)
 
 
 @pytest.mark.parametrize("pairs", [[], ["engine.cpu_offload=true"]])

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from config import InputError, load
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
-from engines.model import float8
+from engines.model import float8, freeze
 from tests.support.models import make_model
 from tests.support.torchao import make_importable
 
@@ -81,6 +81,22 @@ def test_excluded_layers_and_odd_sizes_keep_the_compute_dtype(models, capsys):
     )
     assert second.startswith(f"engine.float8=rowwise: {3 * num_layers} linear layers cannot")
     assert second.endswith("such as model.layers.0.mlp.gate_proj [40, 32]")
+
+
+@pytest.mark.parametrize(
+    "rank, reports, is_reported", [(0, True, True), (1, True, False), (0, False, False)]
+)
+@pytest.mark.parametrize("setting", ["engine.float8=rowwise", "model.freeze=['layers[.]0[.]']"])
+def test_one_rank_reports_what_a_setting_does(
+    models, capsys, monkeypatch, setting, rank, reports, is_reported
+):
+    monkeypatch.setenv("RANK", str(rank))
+    config = config_of(models / "llama", setting)
+    hf = model_of(models / "llama")
+    float8.check(hf, config, reports=reports)
+    freeze.apply(config, hf, Head.LOG_PROBS, reports=reports)
+    printed = capsys.readouterr().out
+    assert (setting.partition("=")[0] in printed) == is_reported
 
 
 @pytest.mark.parametrize(

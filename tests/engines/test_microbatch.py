@@ -8,6 +8,7 @@ import torch
 from data.batching.batch import Batch, make_cu_seqlens
 from engines.microbatch import Layout, MicroBatch, lay_out, make_grid, place_tokens
 from engines.model.routes import FIELD as ROUTES, no_route
+from engines.teaching import taught_by
 
 LENGTHS = [5, 1, 12, 7]
 LAYOUTS = [
@@ -179,3 +180,14 @@ def test_filler_adds_a_sequence_of_padding():
     micro_batch = lay_out(make_batch(), layout, FakeGroup(0, 1), torch.device("cpu"), filler=9)
     assert micro_batch.lengths == [*LENGTHS, 9]
     assert micro_batch.padding.sum() == 9
+
+
+def test_a_teacher_computes_its_own_sequences_in_as_many_micro_batches():
+    numbers = torch.tensor([1, 0, 1, 2])
+    lengths = torch.tensor(LENGTHS)
+    fields = {"teacher_number": numbers.repeat_interleave(lengths)}
+    batch = Batch(torch.arange(sum(LENGTHS)), make_cu_seqlens(lengths), fields)
+    micro_batches = [(2, [3, 1]), (1, [2, 0])]
+    assert taught_by(0, batch, micro_batches) == [(2, [1]), (1, [])]
+    assert taught_by(1, batch, micro_batches) == [(2, []), (1, [2, 0])]
+    assert taught_by(2, batch, micro_batches) == [(2, [3]), (1, [])]

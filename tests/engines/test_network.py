@@ -65,6 +65,39 @@ def test_a_loopback_address_is_kept_where_there_is_no_other(no_interface_is_name
     assert not VARIABLES.keys() & os.environ.keys()
 
 
+OUTSIDE = [
+    (name, entry.address)
+    for name, entries in psutil.net_if_addrs().items()
+    for entry in entries
+    if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+]
+
+
+@pytest.mark.skipif(not OUTSIDE, reason="this machine has a loopback interface only")
+@pytest.mark.parametrize("is_reported", [True, False])
+@pytest.mark.parametrize("chosen_by_user", [None, "eth7"])
+def test_the_interface_that_leads_to_another_node_is_chosen(
+    monkeypatch, capsys, is_reported, chosen_by_user
+):
+    """The way to an address of this machine leads over that address."""
+    name, address = OUTSIDE[0]
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, "")  # so that it is removed afterwards
+    if chosen_by_user:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen_by_user)
+    places = [HERE, Place(HERE.machine, HERE.name, address), Place("machine 1", "node1", address)]
+    assert network.choose_interface(HERE, places[:2], is_reported) == HERE.address
+    assert capsys.readouterr().out == ""
+    assert network.choose_interface(HERE, places, is_reported) == address
+    assert os.environ["GLOO_SOCKET_IFNAME"] == (chosen_by_user or name)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == f"={name}"
+    printed = capsys.readouterr().out
+    if is_reported and not chosen_by_user:
+        assert printed.startswith(f"network: node0 reaches the other nodes over {name} ({address})")
+    else:
+        assert printed == ""
+
+
 def test_a_node_that_listens_is_reached():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoints = [["", 0], ["127.0.0.1", listener.getsockname()[1]]]

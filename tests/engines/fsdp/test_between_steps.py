@@ -76,3 +76,27 @@ def test_it_changes_no_number_of_the_next_step(engine, start, expected, name):
     metrics = train(engine, [0])
     PASSES[name](engine)
     assert [*metrics, *train(engine, [1])] == expected
+
+
+def test_what_is_offloaded_comes_back_for_every_method_that_needs_it(engine, start):
+    """A step needs it as well: see above."""
+    restart(engine, start)
+    train(engine, [0])
+    results = {
+        "log_probs": lambda: engine.log_probs(make_batch(0)),
+        "one by one": lambda: engine.head_outputs_one_by_one(make_batch(0)),
+        "output matrix": engine.output_matrix,
+        "export": lambda: dict(engine.export_weights()),
+        "adapter": lambda: dict(engine.export_adapter()),
+        "saved": engine.state,
+    }
+    for name, compute in results.items():
+        expected = copy.deepcopy(compute())
+        engine.offload("parameters", "optimizer")
+        sizes = [x.untyped_storage().nbytes() for x in engine.tensors_of("parameters", "optimizer")]
+        assert 0 in sizes
+        torch.testing.assert_close(compute(), expected, rtol=0, atol=0, msg=name)
+    state = copy.deepcopy(engine.state())
+    engine.offload("parameters", "optimizer")
+    engine.load_state(copy.deepcopy(state))
+    torch.testing.assert_close(engine.state(), state, rtol=0, atol=0)

@@ -14,13 +14,14 @@ from tests.engines.fsdp.cases import (
     AUX,
     BF16,
     build,
+    make_config,
     token_cap,
     train,
     worker_case,
 )
 from tests.engines.fsdp.test_training import BALANCED, CASES, result_of
 from tests.support.cases import case_params, needs
-from tests.support.models import FAMILIES
+from tests.support.models import FAMILIES, GROUPED_EXPERTS, write_model
 from tests.support.plain import NORM_BOUND, plain_loss, plain_model, worst
 from tests.support.ranks import on_ranks
 from tests.support.training import LONGEST, make_batch, make_loss
@@ -64,6 +65,36 @@ def grouped(folder: Path, device: torch.device) -> dict:
 
 def relative_distance(measured: torch.Tensor, expected: torch.Tensor) -> float:
     return ((measured - expected).float().norm() / expected.float().norm()).item()
+
+
+@pytest.mark.parametrize("size, coefficient", [(1, "null"), (2, "null"), (1, "0.5"), (2, "0.5")])
+@pytest.mark.parametrize(
+    "family, has_experts, has_loss",
+    [
+        ("qwen3_moe", True, True),
+        ("moe without a coefficient", True, False),
+        ("llama", False, False),
+        ("nowhere", True, True),  # the check of its path reports it
+    ],
+)
+def test_another_model_has_only_the_settings_for_experts_that_it_can_use(
+    folder, tmp_path, family, has_experts, has_loss, size, coefficient
+):
+    path = folder / family
+    if family == "moe without a coefficient":
+        path = write_model(tmp_path / "model", **GROUPED_EXPERTS)
+        assert not hasattr(AutoConfig.from_pretrained(path), "router_aux_loss_coef")
+    pairs = ["model_engine=megatron", f"engine.expert_model_parallel_size={size}"]
+    pairs += [f"model.path={path}", f"engine.router_aux_loss_coef={coefficient}"]
+    config = make_config(folder, *pairs)
+    own = experts.with_own_experts(config)
+    expected = dict(config.engine)
+    if not has_experts:
+        expected["expert_model_parallel_size"] = 1
+    if not has_loss:
+        expected["router_aux_loss_coef"] = None
+    assert own.engine == expected
+    assert own.model == config.model
 
 
 @pytest.mark.slow

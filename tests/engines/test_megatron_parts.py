@@ -1,0 +1,197 @@
+"""Parts of the Megatron engine that need neither torchrun nor a model's weights."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from config import InputError, load
+from engines.megatron import layout
+from engines.megatron.adapters import Adapter
+from engines.megatron.engine import MegatronEngine
+from engines.megatron.families import ROPE_TYPES, check_rope
+from engines.megatron.mapping import row_runs
+from engines.megatron.transformer_config import layout_fields
+from engines.megatron.without_cuda import cuda_is_cpu
+from tests.engines.megatron_checks import make_config
+from tests.support.estimates import checkpoint_bytes, estimate_bytes
+from tests.support.models import make_model
+from tests.support.ranks import on_ranks
+
+
+@pytest.mark.parametrize("rows_per_group", [[3], [2, 2], [4, 1, 1], [6, 2, 2]])
+def test_the_rows_of_a_fused_matrix_come_from_where_they_belong(rows_per_group):
+    """Groups follow one another; each has some rows of every source, in order."""
+    num_groups = 4
+    fused = []
+    for group in range(num_groups):
+        for source, num_rows in enumerate(rows_per_group):
+            fused += [(source, group * num_rows + row) for row in range(num_rows)]
+    for start, stop in itertools.combinations(range(len(fused) + 1), 2):
+        rows = {}
+        for run in row_runs(rows_per_group, start, stop):
+            for offset, row in enumerate(range(run.first, run.last)):
+                rows[run.start + offset] = (run.source, row)
+        assert [*rows.items()] == [*enumerate(fused[start:stop])]
+
+
+@pytest.mark.parametrize("factor", [None, 1, 1.0, 0.5, 2])
+@pytest.mark.parametrize("rope_type", [*ROPE_TYPES, "dynamic"])
+def test_rotary_embeddings_that_megatron_computes(factor, rope_type):
+    hf_config = AutoConfig.for_model("llama")
+    hf_config.rope_parameters = {"rope_type": rope_type, "partial_rotary_factor": factor}
+    if rope_type in ROPE_TYPES and factor in (None, 1):
+        check_rope(hf_config, "/model")
+        return
+    with pytest.raises(InputError) as error:
+        check_rope(hf_config, "/model")
+    reason = "does not support rope type 'dynamic', only default, llama3, linear, yarn"
+    if rope_type in ROPE_TYPES:
+        reason = f"partial_rotary_factor={factor} in config.json is not supported"
+    assert reason in str(error.value)
+
+
+def fields_of_layout(settings: dict[str, int], num_mtp_layers: int) -> dict:
+    needed = ["model_engine=megatron", "model.path=unused", "data.train_files=unused"]
+    pairs = [f"engine.{name}={size}" for name, size in settings.items()]
+    with cuda_is_cpu():
+        layout.initialize(load("sft.yaml", [*needed, *pairs]).engine)
+    hf_config = AutoConfig.for_model("llama", num_hidden_layers=5)
+    return layout_fields(hf_config, num_mtp_layers)
+
+
+@pytest.mark.parametrize(
+    "settings, stages",
+    [
+        ({}, None),
+        (
+            {"pipeline_model_parallel_size": 2},
+            [
+                ["embedding", "decoder", "decoder", "decoder"],
+                ["decoder", "decoder", "mtp", "loss"],
+            ],
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            [
+                ["embedding", "decoder", "decoder"],
+                ["decoder"],
+                ["decoder"],
+                ["decoder", "mtp", "loss"],
+            ],
+        ),
+    ],
+    ids=["one stage", "two stages", "virtual stages"],
+)
+def test_fields_of_a_layout(tmp_path, settings, stages):
+    fields, other = on_ranks(2, tmp_path, fields_of_layout, settings, 1)
+    assert fields == other
+    pp = settings.get("pipeline_model_parallel_size", 1)
+    vpp = settings.get("virtual_pipeline_model_parallel_size")
+    expected = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": vpp,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "variable_seq_lengths": True,
+        "overlap_p2p_comm": vpp is not None,
+        "batch_p2p_comm": False,
+        "mtp_num_layers": 1,
+    }
+    if stages:
+        expected["pipeline_model_parallel_layout"] = stages
+    assert fields == expected
+
+
+def dropped_inputs(model: Path, sequence_parallel: bool) -> dict[str, list[list[float]]]:
+    """Return what dropout leaves of ones: name of an adapted matrix -> two draws of a first seed
+    and one of a second."""
+    pairs = [f"model.path={model}", "model_engine=megatron", "data.train_files=unused"]
+    pairs += ["engine.tensor_model_parallel_size=2", "model.lora.rank=2", "model.lora.dropout=0.25"]
+    pairs.append(f"engine.sequence_parallel={sequence_parallel}")
+    engine = MegatronEngine(load("sft.yaml", pairs), torch.device("cpu"), total_steps=1)
+    draws = {}
+    for name, module in engine.models[0].named_modules():
+        if isinstance(module, Adapter):
+            draws[name] = []
+            for seed in (1, 1, 2):
+                torch.manual_seed(seed)
+                draws[name].append(module.dropped(torch.ones(400)).tolist())
+    return draws
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_ranks_drop_the_same_numbers_only_of_an_input_that_they_share(tmp_path, sequence_parallel):
+    """Recomputation drops the same again. Tensor-parallel ranks share the input of a matrix that
+    they divide by columns, unless each has its own tokens."""
+    model = make_model(tmp_path / "llama", "llama", num_hidden_layers=1)
+    first_rank, second_rank = on_ranks(2, tmp_path, dropped_inputs, model, sequence_parallel)
+    assert len(first_rank) == 4
+    for name, draws in first_rank.items():
+        first, again, with_another_seed = draws
+        assert first == again != with_another_seed
+        assert sorted({*first}) == pytest.approx([0, 1 / 0.75])
+        assert 250 < sum(number > 0 for number in first) < 350
+        is_row_parallel = "linear_proj" in name or "linear_fc2" in name
+        is_shared = not is_row_parallel and not sequence_parallel
+        assert (second_rank[name] == draws) == is_shared
+
+
+@pytest.mark.parametrize(
+    "settings, weight_bytes, gradient_bytes, optimizer_bytes",
+    [
+        (["engine.compute_dtype=float32"], 4, 4, 8),
+        (["engine.compute_dtype=bfloat16"], 2, 4, 12),
+        (
+            [
+                "engine.compute_dtype=bfloat16",
+                "engine.override_ddp_config.grad_reduce_in_fp32=false",
+            ],
+            2,
+            2,
+            12,
+        ),
+    ],
+    ids=["fp32", "bf16", "bf16 gradients"],
+)
+def test_estimate_of_states(
+    megatron_folder, settings, weight_bytes, gradient_bytes, optimizer_bytes
+):
+    path = megatron_folder / "llama"
+    config = make_config(megatron_folder, f"model.path={path}", *settings)
+    number = sum(x.numel() for x in load_file(path / "model.safetensors").values())
+    (stage,) = estimate_bytes(config, 1, "cuda")
+    assert stage["parameters"] == number * weight_bytes
+    assert stage["gradients"] == number * gradient_bytes
+    assert stage["optimizer"] == number * optimizer_bytes
+    (reference,) = estimate_bytes(config, 1, "cuda", "reference")
+    assert reference["parameters"] == number * weight_bytes
+    assert not reference.keys() & {"gradients", "optimizer"}
+    in_fp32_too = 0 if weight_bytes == 4 else 4
+    written = number * (weight_bytes + 2 * 4 + in_fp32_too)
+    assert checkpoint_bytes(config) == written
+
+
+def test_estimate_of_adapters(megatron_folder):
+    """Only they have gradients, optimizer state and a place in checkpoints."""
+    rank = 2
+    settings = [f"model.lora.rank={rank}", "model.lora.dtype=float32"]
+    path = megatron_folder / "llama"
+    config = make_config(megatron_folder, f"model.path={path}", *settings)
+    assert config.engine.compute_dtype == "bfloat16"
+    weights = load_file(path / "model.safetensors")
+    in_model = sum(x.numel() for x in weights.values())
+    in_adapters = 0
+    for name, weight in weights.items():
+        if "layernorm" not in name and ".layers." in name:
+            in_adapters += rank * sum(weight.shape)
+    (stage,) = estimate_bytes(config, 1, "cuda")
+    assert stage["parameters"] == in_model * 2 + in_adapters * 4
+    assert stage["gradients"] == in_adapters * 4
+    assert stage["optimizer"] == in_adapters * 8
+    assert stage["gradient of the output matrix"] == 0
+    assert checkpoint_bytes(config) == in_adapters * (4 + 8)
