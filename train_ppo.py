@@ -241,10 +241,7 @@ def train(run, roles) -> None:
     config = run.config
     progress = run.progress
     profiler = run.profiler
-    is_new = progress.step == 0 and run.total_steps > 0
-    if is_new and run.val and config.trainer.val_before_train:
-        run.tracker.log(0, validate(run, roles) | profiler.end_step())
-
+    validate_first(run, roles)
     while run.should_continue:
         start = time.perf_counter()
         profiler.begin_step(progress.step + 1)
@@ -266,9 +263,17 @@ def train(run, roles) -> None:
         end_step(run, roles, samples, metrics, num_updates, start)
 
 
+def validate_first(run, roles) -> None:
+    """Validate the model that a new run starts from, unless trainer.val_before_train=false."""
+    is_new = run.progress.step == 0 and run.total_steps > 0
+    if is_new and run.val and run.config.trainer.val_before_train:
+        run.tracker.log(0, validate(run, roles) | run.profiler.end_step())
+
+
 def end_step(run, roles, samples, metrics, num_updates, start) -> None:
-    """Count a step, report its failures, write its responses and metrics, and validate and save if
-    that is due.
+    """Count a step, report what happened in it, and validate and save if that is due.
+
+    Responses that could not be graded are shown, responses and metrics are written.
 
     Args:
         metrics: the metrics of the step so far.

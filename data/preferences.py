@@ -67,8 +67,6 @@ class Prompt(NamedTuple):
 def read_preference(row: dict, options, has_template: bool) -> Preference:
     """Return the answers of a row.
 
-    A .csv file with pairs and labels has empty cells for the columns that a row does not have.
-
     Args:
         options: the section `data` of the configuration.
         has_template: whether the tokenizer has a chat template. Otherwise texts are not made into
@@ -80,13 +78,13 @@ def read_preference(row: dict, options, has_template: bool) -> Preference:
     keys = (options.chosen_key, options.rejected_key)
     present = [key for key in keys if row.get(key) is not None]
     label_key = find_label(row, options)
-    if label_key and all(is_empty(row.get(key)) for key in keys):
-        return read_labelled(row, label_key, options)
-    if label_key:
+    if label_key and has_pair(row, options):
         raise InputError(
             f'the row has both "{present[0]}" and the label "{label_key}": leave out one of them, '
             "or set data.label_key=null, which reads no label"
         )
+    if label_key:
+        return read_labelled(row, label_key, options)
     if len(present) == 2:
         return read_pair(row, options, has_template)
     missing = [f'"{key}"' for key in keys if key not in present]
@@ -96,6 +94,14 @@ def read_preference(row: dict, options, has_template: bool) -> Preference:
         f"{columns or 'no columns'}: name the columns in data.chosen_key and data.rejected_key, or "
         "the column of a label in data.label_key"
     )
+
+
+def has_pair(row: dict, options) -> bool:
+    """Return whether a row that has a label or a score has a chosen or a rejected answer, too.
+
+    Empty answers do not count: a .csv file with rows of both kinds has empty cells.
+    """
+    return any(not is_empty(row.get(key)) for key in (options.chosen_key, options.rejected_key))
 
 
 def with_training(options, train_on: str):

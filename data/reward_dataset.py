@@ -27,6 +27,7 @@ from data.preferences import (
     LABEL_OF_LLAMA_FACTORY,
     Preference,
     first_filled,
+    has_pair,
     read_preference,
     read_single_answer,
 )
@@ -72,17 +73,16 @@ def read_rewarded(row: dict, options, has_template: bool) -> tuple[Preference, f
     Raises:
         InputError: the row is malformed.
     """
-    pair_keys = (options.chosen_key, options.rejected_key)
-    is_pair = any(row.get(key) is not None for key in pair_keys)
     score_key = find_score(row, options)
-    if score_key and all(is_empty(row.get(key)) for key in pair_keys):
-        return read_single_answer(row, score_key, options), read_number(row, score_key)
-    if score_key:
+    if score_key and has_pair(row, options):
         raise InputError(
             f'the row has both a pair of answers and "{score_key}": leave out one of them, or set '
             "data.score_key=null, which reads no score"
         )
-    if not is_pair:
+    if score_key:
+        return read_single_answer(row, score_key, options), read_number(row, score_key)
+    pair_keys = (options.chosen_key, options.rejected_key)
+    if all(row.get(key) is None for key in pair_keys):
         columns = ", ".join(column for column, value in row.items() if value is not None)
         raise InputError(
             f'neither "{options.chosen_key}" and "{options.rejected_key}" nor a score is in the '

@@ -41,7 +41,7 @@ def loss_fn(log_probs, entropy, fields):
 def main(config):
     from omegaconf import OmegaConf
 
-    from train_ppo import build_roles, end_step, finish, set_up, start_grader, validate
+    from train_ppo import build_roles, end_step, finish, set_up, start_grader, validate_first
 
     for key in UNREAD:
         if OmegaConf.select(config, key) != defaults(key):
@@ -51,8 +51,7 @@ def main(config):
     roles = build_roles(run, grader)
     run.start("a loop of your own")
     progress = run.progress
-    if run.val and run.config.trainer.val_before_train and progress.step == 0:
-        run.tracker.log(0, validate(run, roles) | run.profiler.end_step())
+    validate_first(run, roles)
     while run.should_continue:
         start = time.perf_counter()
         run.profiler.begin_step(progress.step + 1)

@@ -98,7 +98,7 @@ def learn(run, roles, samples, won):
 def main(config):
     from omegaconf import OmegaConf
 
-    from train_ppo import build_roles, end_step, finish, set_up, start_grader, validate
+    from train_ppo import build_roles, end_step, finish, set_up, start_grader, validate_first
 
     for key in UNREAD_BY_PLAYERS:
         if OmegaConf.select(config, key) != defaults(key):
@@ -121,8 +121,7 @@ def main(config):
     run.start("two adapters that play against each other")
     states = [copy.deepcopy(roles.actor.state()) for _ in range(2)]
     frozen_numbers = None
-    if run.val and config.trainer.val_before_train:
-        run.tracker.log(0, validate(run, roles) | run.profiler.end_step())
+    validate_first(run, roles)
     while run.should_continue:
         start = time.perf_counter()
         run.profiler.begin_step(run.progress.step + 1)
