@@ -39,6 +39,7 @@ THOROUGH: dict[str, Iterable[str] | None] = {
     "tests/repository/test_model_configs.py::test_a_launch_is_valid_and_fits": (
         "gemma_3_4b/grpo on 16",
         "gemma_3_4b/grpo_lora on 1",
+        "gemma_3_4b/sft on 8",
         "gemma_3_4b/sft on 16",
         "gemma_3_4b/sft_lora on 1",
         "llama_3_1_8b/grpo on 8",
@@ -47,16 +48,20 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "llama_3_1_8b/sft on 16",
         "llama_3_1_8b/sft_lora on 1",
         "qwen2_5_vl_7b/grpo on 16",
+        "qwen2_5_vl_7b/sft on 8",
         "qwen2_5_vl_7b/sft on 16",
         "qwen3_30b_a3b/grpo_lora on 8",
+        "qwen3_30b_a3b/sft on 8",
         "qwen3_30b_a3b/sft on 16",
         "qwen3_30b_a3b/sft_lora on 1",
         "qwen3_4b/grpo on 8",
         "qwen3_4b/grpo on 16",
         "qwen3_4b/grpo_lora on 1",
+        "qwen3_4b/sft on 8",
         "qwen3_4b/sft on 16",
         "qwen3_4b/sft_lora on 1",
         "qwen3_8b/grpo on 16",
+        "qwen3_8b/sft on 8",
         "qwen3_8b/sft on 16",
     ),
     # Estimates of every model on every GPU, and runs of every recipe.
@@ -67,12 +72,17 @@ THOROUGH: dict[str, Iterable[str] | None] = {
     # Combinations of layouts that are tested one by one, too.
     "tests/engines/test_m*.py::test_*": (
         "2-auto_padded_full",
+        "2-auto_critic",
+        "2-auto_moe_ep2",
+        "2-auto_windows_padded",
         "2-bf16_cp2",
         "2-bf16_dp2_replicated",
         "2-critic_cp2",
+        "2-critic_pp2",
         "2-dp2_overlap",
         "2-dp2_replicated_overlap",
         "2-frozen_critic_pp2",
+        "2-frozen_pp2_tied",
         "2-lora_bf16_tp2",
         "2-lora_critic_bf16_pp2",
         "2-lora_pp2_tied_full",
@@ -82,11 +92,13 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "2-mistral_pp2_vpp2",
         "2-mixtral_pp2",
         "2-moe_cp2_ep2",
+        "2-moe_bf16_ep2",
         "2-moe_tp2_ep2_padded",
         "2-pp2_full",
         "2-pp2_padded",
         "2-tp2_full",
         "2-tp2_padded",
+        "2-tp2_selective",
         "2-windows_cp2_padded",
         "2-yarn_pp2_full",
         "2-yarn_tp2_no_sp_padded",
@@ -138,7 +150,12 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "4-again auto-auto",
         "4-again cp2 dp2-cp2 dp2",
     ),
-    "tests/engines/fsdp/test_checkpoints.py::test_*": ("4-llama",),
+    "tests/engines/fsdp/test_checkpoints.py::test_*": ("4-llama", "4-lora"),
+    # The text of two further models of images is trained in `make test`.
+    "tests/engines/fsdp/test_families.py::test_the_text_of_a_model_of_images_*": (
+        "gemma3 with images",
+        "mistral3 with images",
+    ),
     "tests/rollout/test_rollout.py::test_the_closed_batch_scheduler_*": (
         "tied-2-rollout.tensor_parallel_size=2",
     ),
@@ -154,9 +171,13 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "tied_unsaid-top_k",
         "tied_unsaid-top_p",
     ),
-    "tests/data/test_images.py::test_rows_are_what_*": ("2-qwen2_5_vl recompute",),
+    "tests/data/test_images.py::test_rows_are_what_*": (
+        "2-qwen2_5_vl recompute",
+        "2-qwen3_vl",
+        "2-frozen",
+    ),
     # Other levels and dtypes of something that is tested with one of them.
-    "tests/profiling/test_msprobe.py::test_calls_are_dumped_also_*": ("L1",),
+    "tests/profiling/test_msprobe.py::test_calls_are_dumped_also_*": ("L1", "mix"),
     "tests/profiling/test_msprobe.py::test_engines_dump_all_they_run": ("megatron-statistics-",),
     "tests/engines/test_low_precision.py::test_the_compiled_update_is_the_same": (
         "bfloat16, 8-bit moments",
@@ -164,6 +185,7 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "fp32, 8-bit moments",
     ),
     "tests/job/test_sft.py::test_a_full_disk_is_one_line": ("the third checkpoint",),
+    "tests/job/test_sft.py::test_a_run_continues_with_ranks_that_share_only_long_rows": None,
     "tests/job/test_output.py::test_a_hang_names_the_rank_that_did_not_come": (
         "earlier-1 rank is missing: rank 1 was last seen in stage 'reward' of step 7, entered ",
     ),
@@ -174,8 +196,19 @@ THOROUGH: dict[str, Iterable[str] | None] = {
     ),
     "tests/rl/test_partial_runs.py::test_a_run_resumes_with_another_number_of_replicas": None,
     "tests/profiling/test_compare.py::test_engines_agree": None,
+    # A scaled matrix is found in `make test`, with the commands of the docs.
+    "tests/profiling/test_compare.py::test_the_planted_defect_is_found": None,
     "tests/engines/test_mtp.py::test_another_vllm_drafts_with_the_exported_layer": None,
     "tests/engines/test_divergence.py::test_compiled": ("forward_kl-0", "jsd-0", "reverse_kl-5"),
+    # TRL takes long to import. `make test` compares the same losses and estimators with verl's, and
+    # those of pairs with the formulas of their papers.
+    "tests/rl/test_trl_policy_losses.py::test_*": None,
+    "tests/preferences/test_trl.py::test_*": None,
+    "tests/reward_models/test_trl.py::test_*": None,
+    # A run with tools is tested, too; this one is that of the text about forking.
+    "tests/repository/test_forking.py::test_a_turn_of_a_tool": None,
+    # Runs of the same script with other settings are killed in `make test`.
+    "tests/rl/test_killed_runs.py::test_a_killed_run_with_*": None,
     # Layouts that the engines' own tests compare, too.
     "tests/reward_models/test_train_rm.py::test_losses_and_gradients_do_not_*": (
         "lora-2 ranks",
@@ -184,7 +217,9 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "pairs-dynamic context parallel",
         "pairs-Megatron CP",
         "pairs-Megatron PP",
+        "pairs-Megatron TP",
         "margins-2 ranks",
+        "mixture of experts-2 ranks",
         "lora-Megatron TP",
         "scores-2 ranks",
     ),
@@ -198,6 +233,8 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "lora-a model of its own",
         "dpo-large micro-batches, cached",
         "dpo-Megatron CP",
+        "dense reference-Megatron EP, cached",
+        "kto-dynamic context parallel",
         "lora-Megatron TP",
         "mixture of experts-Megatron",
         "mixture of experts-padded, cached",
@@ -243,6 +280,7 @@ THOROUGH: dict[str, Iterable[str] | None] = {
     "tests/rollout/test_adapters.py::test_*": ("merged_tp2", "shared_replicated"),
     "tests/rollout/test_routes.py::test_vllm_records_the_experts_of_every_token": (
         "grouped",
+        "ngram",
         "preempted",
         "tp2",
     ),
