@@ -145,6 +145,28 @@ def test_values_and_gradients(divergence, transform, top_k):
         assert_all_close(actual, wanted)
 
 
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_bf16_weight_gradient_is_summed_over_chunks_in_fp32(top_k):
+    """A sum in bf16 stops growing once it is 256 times as large as the next chunk's part."""
+    num_tokens = 4096
+    case = make_case()
+    of_tokens = (case.hidden, case.teacher_hidden, case.grad)
+    hidden, teacher_hidden, grad = [
+        x.detach()[:1].repeat_interleave(num_tokens, 0) for x in of_tokens
+    ]
+    case = Case(
+        hidden.bfloat16().requires_grad_(),
+        case.weight.detach().bfloat16().requires_grad_(),
+        teacher_hidden.bfloat16(),
+        case.teacher_weight.bfloat16(),
+        grad,
+    )
+    settings = LogProbSettings(TRANSFORMS[0], 4)
+    *_, exact = expected(case, TRANSFORMS[0], DIVERGENCES[0], top_k)
+    *_, actual = compute(case, settings, DIVERGENCES[0], top_k)
+    assert (actual - exact).abs().max() < 0.02 * exact.abs().max()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [0, 5])
 @pytest.mark.parametrize("mode", MODES)
