@@ -149,6 +149,18 @@ def test_a_turn_may_end_with_a_text_that_is_no_token():
     assert trained(template, row, train_on="last") == ["a2 [END]"]
 
 
+def test_a_turn_without_text_may_follow_a_message_that_moves_to_the_top():
+    system = "{{ '<|im_start|>system\n' + m.content + '<|im_end|>\n' }}"
+    system_first = (
+        f"{{%- for m in messages if m.role == 'system' %}}{system}{{% endfor %}}"
+        + CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
+    )
+    messages = [*say("q1", "a1", "q2"), {"role": "system", "content": "late"}]
+    messages += [{"role": "assistant", "content": ""}, *say("q3", "a3")]
+    learned = ["a1<|im_end|>", "<|im_end|>", "a3<|im_end|>"]
+    assert trained(system_first, {"messages": messages}) == learned
+
+
 def test_two_turns_of_the_assistant_need_a_header_between_them():
     """Here the second one would follow the end token of the first."""
     role = "'<|im_start|>' + m.role"

@@ -36,6 +36,7 @@ EXPERTS = "engine.router_aux_loss_coef=0.3"
 LAYOUTS = {
     "one rank": ("qwen3", (), 1, 1, ()),
     "adapters": ("qwen3", ("model.lora.rank=4",), 1, 1, ()),
+    "trained biases": ("qwen2", ("model.freeze=['[qkv]_proj.weight']",), 1, 1, ()),
     "tensor parallel": ("qwen3", (), 2, 1, ("engine.tensor_model_parallel_size=2",)),
     "pipeline": ("qwen3", (), 2, 1, ("engine.pipeline_model_parallel_size=2",)),
     "experts": ("moe", (EXPERTS,), 2, 2, ("engine.expert_model_parallel_size=2",)),
@@ -48,7 +49,8 @@ class Trained:
 
     metrics  of every step
     outputs  name -> an array, after the last step: the weights, the output matrix as a teacher's,
-             and log-probabilities, entropies and whether tokens are the most likely ones
+             log-probabilities, entropies and whether tokens are the most likely ones, and the
+             FLOPs of two sequences
     modes    whether the model and its parts are in training mode after that evaluation
     """
 
@@ -62,6 +64,7 @@ def trained(tmp_path_factory):
     """Return a function: trains a model on some ranks, with the same batches; only once."""
     folder = tmp_path_factory.mktemp("models")
     make_model(folder / "qwen3", "qwen3", num_hidden_layers=2)
+    make_model(folder / "qwen2", "qwen2_tied", num_hidden_layers=2)
     make_model(folder / "moe", "qwen3_moe", num_hidden_layers=2)
 
     @cache
@@ -90,6 +93,7 @@ def train(model: Path, settings: tuple[str, ...]) -> Trained:
             assert buffers
             assert not any(buffer.untyped_storage().nbytes() for buffer in buffers)
     outputs = dict(engine.export_weights())
+    outputs["FLOPs"] = torch.tensor(engine.flops([3, 5], 4))
     outputs["output matrix"] = engine.output_matrix()
     outputs["log-probabilities"] = torch.stack([x.float() for x in engine.log_probs(make_batch(1))])
     modes = {module.training for root in engine.modules() for module in root.modules()}

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from engines.divergence import (
@@ -17,7 +18,9 @@ from engines.divergence import (
     top_k_divergence,
     top_k_log_probs,
 )
+from engines.heads import LogProbHead
 from engines.logprobs import LogitTransform, LogProbSettings
+from engines.teacher import Distillation, TeacherRows
 from tests.support.ranks import on_ranks
 
 NUM_TOKENS = 24
@@ -143,6 +146,28 @@ def test_values_and_gradients(divergence, transform, top_k):
         actual = compute(make_case(), settings, divergence, top_k)
         assert actual[0].dtype == torch.float32
         assert_all_close(actual, wanted)
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_bf16_weight_gradient_is_summed_over_chunks_in_fp32(top_k):
+    """A sum in bf16 stops growing once it is 256 times as large as the next chunk's part."""
+    num_tokens = 4096
+    case = make_case()
+    of_tokens = (case.hidden, case.teacher_hidden, case.grad)
+    hidden, teacher_hidden, grad = [
+        x.detach()[:1].repeat_interleave(num_tokens, 0) for x in of_tokens
+    ]
+    case = Case(
+        hidden.bfloat16().requires_grad_(),
+        case.weight.detach().bfloat16().requires_grad_(),
+        teacher_hidden.bfloat16(),
+        case.teacher_weight.bfloat16(),
+        grad,
+    )
+    settings = LogProbSettings(TRANSFORMS[0], 4)
+    *_, exact = expected(case, TRANSFORMS[0], DIVERGENCES[0], top_k)
+    *_, actual = compute(case, settings, DIVERGENCES[0], top_k)
+    assert (actual - exact).abs().max() < 0.02 * exact.abs().max()
 
 
 @pytest.mark.slow
@@ -314,3 +339,30 @@ def test_trl(divergence, beta):
     ).mean()
     result.backward()
     assert_all_close([result, case.hidden.grad, case.weight.grad], [loss, hidden.grad, weight.grad])
+
+
+def part_of_head() -> tuple[Tensor, Tensor]:
+    """Return a head's divergence from five tokens of a teacher, and this rank's gradient."""
+    case = make_case()
+    head = LogProbHead(1.0, 7, False, VOCAB_SIZE, dist.group.WORLD)
+    head.distillation = Distillation(Divergence("forward_kl"), 1.0, VOCAB_SIZE)
+    rows_per_rank = -(-VOCAB_SIZE // dist.get_world_size())
+    first = dist.get_rank() * rows_per_rank
+    padded = F.pad(case.weight.detach(), (0, 0, 0, rows_per_rank))
+    weight = padded[first : first + rows_per_rank].clone().requires_grad_()
+    targets = torch.zeros(NUM_TOKENS, dtype=torch.int64)
+    candidate_ids = torch.zeros(NUM_TOKENS, 0, dtype=torch.int64)
+    teacher_settings = LogProbSettings(TEACHER_TRANSFORM, 7)
+    candidates = top_k_log_probs(case.teacher_hidden, case.teacher_weight, 5, teacher_settings)
+    teacher = TeacherRows(*candidates)
+    *_, result = head(case.hidden, weight, targets, candidate_ids, teacher)
+    result.backward(case.grad)
+    return result.detach(), weight.grad
+
+
+def test_a_divided_head_compares_its_own_tokens_with_a_teacher(tmp_path: Path):
+    wanted, _, wanted_grad = expected(make_case(), TRANSFORMS[0], Divergence("forward_kl"), 5)
+    parts = on_ranks(2, tmp_path, part_of_head)
+    for result, _ in parts:
+        assert_all_close([result], [wanted])
+    assert_all_close([torch.cat([grad for _, grad in parts])[:VOCAB_SIZE]], [wanted_grad])

@@ -67,3 +67,10 @@ def test_a_reward_model_has_one_label(tmp_path, shape, message):
     with pytest.raises(InputError) as error:
         check_is_reward_model("reward.model.path", str(tmp_path))
     assert str(error.value).startswith(message.replace("PATH", str(tmp_path)))
+
+
+def test_an_adapter_is_no_reward_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    save_file({"lora_A.weight": torch.ones(2, 8)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(InputError, match="is a PEFT adapter, not a complete model: merge it first"):
+        check_is_reward_model("reward.model.path", str(tmp_path))

@@ -1,6 +1,7 @@
 """Parts of the Megatron engine that need neither torchrun nor a model's weights."""
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from engines.megatron.adapters import Adapter
 from engines.megatron.engine import MegatronEngine
 from engines.megatron.families import ROPE_TYPES, check_rope
 from engines.megatron.mapping import row_runs
-from engines.megatron.transformer_config import layout_fields
+from engines.megatron.transformer_config import layout_fields, softmax_scale
 from engines.megatron.without_cuda import cuda_is_cpu
 from tests.engines.megatron_checks import make_config
 from tests.support.estimates import checkpoint_bytes, estimate_bytes
@@ -52,6 +53,15 @@ def test_rotary_embeddings_that_megatron_computes(factor, rope_type):
     if rope_type in ROPE_TYPES:
         reason = f"partial_rotary_factor={factor} in config.json is not supported"
     assert reason in str(error.value)
+
+
+def test_the_attention_scale_has_the_factor_of_queries_and_of_keys():
+    hf_config = AutoConfig.for_model("llama", head_dim=16, max_position_embeddings=64)
+    assert softmax_scale(hf_config) is None
+    yarn = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0)
+    hf_config.rope_parameters = yarn | {"original_max_position_embeddings": 16}
+    of_queries = 0.1 * math.log(4.0) + 1  # Peng et al. 2023, equation 22
+    assert softmax_scale(hf_config) == pytest.approx(of_queries * of_queries / math.sqrt(16))
 
 
 def fields_of_layout(settings: dict[str, int], num_mtp_layers: int) -> dict:

@@ -3,6 +3,7 @@
 Each rank is a fork of this process.
 """
 
+import itertools
 import math
 import signal
 from pathlib import Path
@@ -19,7 +20,13 @@ from engines.heads import LogProbHead
 from engines.model import guard
 from engines.parallel.collectives import AllGatherSliceGrad, AllGatherSumGrad, groups_by_size
 from engines.parallel.device import on_all_ranks, on_rank0, set_timeouts
-from engines.parallel.varlen import Scoring, Zigzag, attend_in_segment, causal_mask
+from engines.parallel.varlen import (
+    Scoring,
+    Zigzag,
+    attend_by_segment,
+    attend_in_segment,
+    causal_mask,
+)
 from engines.planning import Planner
 from job.consistency import check_ranks_agree
 from job.signals import Agreement
@@ -124,6 +131,17 @@ def test_ranks_that_share_sequences_attend_as_one(tmp_path, zigzag, num_ranks):
             for values, whole in zip(results[number], expected, strict=True):
                 difference = (torch.tensor(values) - whole[tokens]).abs().max()
                 assert difference < 1e-5, (name, rank)
+
+
+@pytest.mark.parametrize("name", SCORINGS)
+def test_a_rank_attends_as_token_by_token(name):
+    """Several queries share each of several key heads."""
+    ends = list(itertools.accumulate(LENGTHS))
+    segments = [(end - length, end) * 2 for end, length in zip(ends, LENGTHS)]
+    by_row = [x[:, None] for x in make_inputs()[:3]]
+    attended = attend_by_segment(*by_row, segments, SCORINGS[name])[:, 0]
+    expected, *_ = attend_token_by_token(SCORINGS[name])
+    torch.testing.assert_close(attended, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

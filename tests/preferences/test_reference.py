@@ -73,6 +73,21 @@ def test_the_baseline_of_kto_is_the_mean_divergence_but_at_least_0(
     assert baseline.item() == pytest.approx(max(0.0, expected), rel=1e-4)
 
 
+def test_adapters_are_disabled_in_the_passes_of_a_reference(folder, engines):
+    """Without reference.path, the reference is the trained model without its adapters."""
+    batch = load_rows(folder, "train").batch(range(5))
+    adapters = ["model.lora.rank=2", "data.max_tokens_per_micro_batch=400"]
+    adapted = build(folder / "model", torch.device("cpu"), more=adapters)
+    for name, parameter in adapted.hf.named_parameters():
+        if ".lora_B" in name:
+            parameter.detach().fill_(0.1)
+    base_log_probs = engines["model"].log_probs(batch)[0]
+    reference = Reference(adapted, without_adapters=True)
+    micro_batches = adapted.plan(batch.lengths).micro_batches
+    torch.testing.assert_close(reference.log_probs(batch, micro_batches), base_log_probs)
+    assert (adapted.log_probs(batch)[0] - base_log_probs).abs().max() > 0.01
+
+
 def test_the_log_probabilities_of_a_reference_are_computed_once(folder, engines, tmp_path, capsys):
     """Only those that are missing; and those that are damaged again."""
     pairs = [f"model.path={folder}/model", f"data.train_files={folder}/train.jsonl"]

@@ -38,6 +38,20 @@ def test_dumps_hold_their_own_calls_and_a_repeated_step_replaces_an_older_dump(t
             assert list(read_dump(tmp_path, step, folder)) == expected, (folder, step)
 
 
+def test_gradients_are_dumped_too(tmp_path):
+    model, engine = linear()
+    profiler = dumping(tmp_path)
+    profiler.begin_step(1)
+    with profiler.stage("train_batch", engine):
+        model(torch.ones(1, 4)).sum().backward()
+    profiler.end_step()
+    profiler.close()
+    dump = read_dump(tmp_path, 1, "train_batch")
+    for layer in (0, 1):
+        name = f"Module.0.{layer}.Linear"
+        assert {f"{name}.forward.0", f"{name}.backward.0"} <= set(dump), layer
+
+
 def test_a_named_stage_that_never_ran_is_reported(tmp_path, capsys):
     model, engine = linear()
     profiler = dumping(tmp_path, "profiler.msprobe.stages=[train_batch,validate]")

@@ -89,6 +89,14 @@ def test_micro_batches_add_up_to_the_batch():
         assert totals[name] == pytest.approx(amount.item(), rel=1e-6), name
 
 
+def test_a_tie_is_not_correct():
+    """A new value head scores every answer 0, which must not look perfect."""
+    loss = loss_of(loss="bradley_terry")
+    batch = batch_of([2, 2], [0, 1], [0.0, 0.0])
+    _, amounts = loss.of_batch(Counts.of(batch))(torch.zeros(6), batch.fields)
+    assert amounts["accuracy"].item() == 0
+
+
 def test_regression_is_the_squared_error():
     loss = loss_of(loss="regression")
     targets = [1.0, -0.5, 3.0]

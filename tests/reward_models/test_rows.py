@@ -101,6 +101,25 @@ def test_a_batch_has_the_whole_rendered_conversation(tmp_path):
     assert dataset.last_tokens() == {expected[-1]}
 
 
+def test_transcripts_are_chats_only_for_a_chat_template(tmp_path):
+    """Without a template, the transcript itself is scored."""
+    question = "\n\nHuman: 1+1=\n\nAssistant: "
+    pair = {"chosen": f"{question}2", "rejected": f"{question}3"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(pair) + "\n")
+    tokenizer = make_tokenizer()
+    chat = tokenizer.apply_chat_template(CHAT, tokenize=False)
+
+    def first_text() -> str:
+        path = tokenize_rewards(str(file), tokenizer, options_of(), tmp_path / "cache", tmp_path)
+        first, _ = RewardDataset.load(path).batch([0]).split([1, 1])
+        return tokenizer.decode(first.input_ids[:-1])
+
+    assert first_text() == chat
+    tokenizer.chat_template = None
+    assert first_text() == pair["chosen"] + tokenizer.eos_token
+
+
 @pytest.mark.parametrize(
     "setting, message",
     [

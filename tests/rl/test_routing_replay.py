@@ -13,6 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from config import InputError
+from data.prompts import Prompt
 from engines.checkpoint.checkpointer import FILES
 from examples.arithmetic import make_rows, make_tokenizer
 from rollout.partial.groups import (
@@ -26,6 +27,7 @@ from rollout.partial.groups import (
 from rollout.partial.ledger import Ledger
 from rollout.partial.responses import PartialResponses, check_routes
 from rollout.partial.resume import check_open_groups
+from rollout.responses import Responses
 from tests.support.launch import launch, metrics, run
 from tests.support.models import make_model
 from tests.support.samples import configure
@@ -168,10 +170,10 @@ def test_carried_responses_keep_their_experts_in_a_checkpoint():
         np.testing.assert_array_equal(response.routes, responses[1].routes)
 
 
-def load_responses(responses: list[OpenResponse], *settings: str) -> list[OpenResponse]:
-    """Continue the only group of a checkpoint, on one replica; return its responses."""
+def make_sampler(*settings: str) -> PartialResponses:
+    """Make the part of a sampler that keeps responses, on one replica."""
     rollout = SimpleNamespace(vocab_size=50, num_replicas=1, replica=0)
-    sampler = PartialResponses(
+    return PartialResponses(
         sampler=SimpleNamespace(rollout=rollout),
         ledger=Ledger(num_replicas=1, oversample=1.0, limit=None),
         dataset=None,
@@ -180,6 +182,25 @@ def load_responses(responses: list[OpenResponse], *settings: str) -> list[OpenRe
         open=OpenGroups(max_staleness=1, finishes_old=True),
         continuing=None,
     )
+
+
+def test_experts_are_divided_over_responses_that_continue():
+    """The first response has three tokens already. They are read again, and belong to it."""
+    running = [open_response(True), OpenResponse(seed=1)]
+    prompts = [Prompt([11, 12], "", {}), Prompt([21, 22, 23], "", {})]
+    new = Responses(2, 4, 0)
+    zeros = np.zeros((2, 1))
+    new.extend(0, zeros[:1], zeros[:1])
+    new.extend(1, zeros, zeros)
+    new.routes = np.arange(11).reshape(11, 1, 1)
+    first, second = make_sampler().routes_of(prompts, running, new)
+    assert first.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert second.flatten().tolist() == [6, 7, 8, 9, 10]
+
+
+def load_responses(responses: list[OpenResponse], *settings: str) -> list[OpenResponse]:
+    """Continue the only group of a checkpoint, on one replica; return its responses."""
+    sampler = make_sampler(*settings)
     sampler.load_state([to_bytes([OpenGroup(0, 0, responses)], Counters(1, 0))])
     return sampler.open.groups[0].responses
 

@@ -771,6 +771,19 @@ class Attribute:
     async def reset(self, start, other=None):
         self.reward = start
 
+class Unrewarded:
+    def __init__(self):
+        self.resets = 0
+
+    def reset(self, start):
+        self.start = start
+        self.resets += 1
+
+    def get_reward(self):
+        if self.start < 0:
+            raise ValueError("no reward")
+        return {"resets": self.resets}
+
 class Neither:
     def reset(self, **row):
         pass
@@ -892,6 +905,14 @@ def test_a_reward_may_be_an_attribute_but_not_missing(make, environments, server
     with closing(make(f"{environments}:Neither")) as runner:
         (failure,) = play(runner, server, [conversation("q")])
     assert "Neither has neither get_reward() nor the attribute reward" in failure.trace
+
+
+def test_an_object_whose_reward_failed_is_not_used_again(make, environments, server):
+    with closing(make(f"{environments}:Unrewarded")) as runner:
+        (failure,) = play(runner, server, [conversation("q", start=-1)])
+        assert "no reward" in failure.trace
+        assert play(runner, server, [conversation("q")]) == [Reward(1.0, {"resets": 1.0})]
+        assert play(runner, server, [conversation("q")]) == [Reward(2.0, {"resets": 2.0})]
 
 
 def test_a_limit_ends_an_episode_of_a_class(make, environments, server):

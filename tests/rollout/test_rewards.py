@@ -369,6 +369,17 @@ CALLS = {
             "level": [2, 2],
         },
     ),
+    "TRL on messages": (
+        lambda prompts, completions, **kwargs: 0,
+        {"messages": TRL_ROW["prompt"], "solution": "5"},
+        {},
+        {
+            "prompts": [TRL_ROW["prompt"][:1]] * 2,
+            "completions": [turn("5"), turn("6")],
+            "messages": [TRL_ROW["prompt"]] * 2,
+            "solution": ["5", "5"],
+        },
+    ),
     "TRL on text": (
         lambda prompts, completions, solution=None: 0,
         {"prompt": "q", "solution": "5", "level": 2},
