@@ -145,6 +145,11 @@ CASES = {
         Case("7B", BF16),
         Case("7B", f"{BF16} engine.float8=tensorwise"),
         Case("7B", f"{BF16} engine.float8=rowwise"),
+        # longer steps, and larger micro-batches
+        Case("7B", BF16),
+        Case("7B", f"{BF16} engine.float8=tensorwise"),
+        Case("7B", BF16),
+        Case("7B", f"{BF16} engine.float8=tensorwise data.max_tokens_per_micro_batch=20480"),
         # two micro-batches
         Case("7B", BF16),
         Case("7B", f"{BF16} optim.rounding=nearest"),
