@@ -188,19 +188,18 @@ def test_tokens_of_one_model_alone_are_left_out(mode, teacher_tokens):
     assert_all_close(compute(make_case(teacher_tokens), settings, Divergence(mode)), wanted)
 
 
+def own_rows(weight: Tensor) -> tuple[Tensor, int]:
+    """Return this rank's rows of a matrix [V, h] that ranks divide, and the first one's number."""
+    rows_per_rank = -(-len(weight) // dist.get_world_size())
+    first = dist.get_rank() * rows_per_rank
+    return weight.detach()[first : first + rows_per_rank].clone(), first
+
+
 def part_of_rank(
     divergence: Divergence, top_k: int, teacher_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what compute() returns, where ranks divide the vocabulary."""
     case = make_case(teacher_tokens)
-    rank = dist.get_rank()
-    num_ranks = dist.get_world_size()
-
-    def own_rows(weight: Tensor) -> tuple[Tensor, int]:
-        rows_per_rank = -(-len(weight) // num_ranks)
-        first = rank * rows_per_rank
-        return weight.detach()[first : first + rows_per_rank].clone(), first
-
     weight, first_token = own_rows(case.weight)
     weight.requires_grad_()
     group = dist.group.WORLD
@@ -346,10 +345,9 @@ def part_of_head() -> tuple[Tensor, Tensor]:
     case = make_case()
     head = LogProbHead(1.0, 7, False, VOCAB_SIZE, dist.group.WORLD)
     head.distillation = Distillation(Divergence("forward_kl"), 1.0, VOCAB_SIZE)
-    rows_per_rank = -(-VOCAB_SIZE // dist.get_world_size())
-    first = dist.get_rank() * rows_per_rank
-    padded = F.pad(case.weight.detach(), (0, 0, 0, rows_per_rank))
-    weight = padded[first : first + rows_per_rank].clone().requires_grad_()
+    num_padding = -VOCAB_SIZE % dist.get_world_size()
+    weight, _ = own_rows(F.pad(case.weight, (0, 0, 0, num_padding)))
+    weight.requires_grad_()
     targets = torch.zeros(NUM_TOKENS, dtype=torch.int64)
     candidate_ids = torch.zeros(NUM_TOKENS, 0, dtype=torch.int64)
     teacher_settings = LogProbSettings(TEACHER_TRANSFORM, 7)

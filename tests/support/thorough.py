@@ -71,9 +71,9 @@ THOROUGH: dict[str, Iterable[str] | None] = {
     "tests/repository/test_self_play.py::test_both_players_learn_*": None,
     # Combinations of layouts that are tested one by one, too.
     "tests/engines/test_m*.py::test_*": (
-        "2-auto_padded_full",
         "2-auto_critic",
         "2-auto_moe_ep2",
+        "2-auto_padded_full",
         "2-auto_windows_padded",
         "2-bf16_cp2",
         "2-bf16_dp2_replicated",
@@ -91,8 +91,8 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "2-mistral_cp2",
         "2-mistral_pp2_vpp2",
         "2-mixtral_pp2",
-        "2-moe_cp2_ep2",
         "2-moe_bf16_ep2",
+        "2-moe_cp2_ep2",
         "2-moe_tp2_ep2_padded",
         "2-pp2_full",
         "2-pp2_padded",
@@ -177,7 +177,7 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "2-frozen",
     ),
     # Other levels and dtypes of something that is tested with one of them.
-    "tests/profiling/test_msprobe.py::test_calls_are_dumped_also_*": ("L1", "mix"),
+    "tests/profiling/test_msprobe.py::test_calls_are_dumped_also_*": ("L1",),
     "tests/profiling/test_msprobe.py::test_engines_dump_all_they_run": ("megatron-statistics-",),
     "tests/engines/test_low_precision.py::test_the_compiled_update_is_the_same": (
         "bfloat16, 8-bit moments",
@@ -185,7 +185,6 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "fp32, 8-bit moments",
     ),
     "tests/job/test_sft.py::test_a_full_disk_is_one_line": ("the third checkpoint",),
-    "tests/job/test_sft.py::test_a_run_continues_with_ranks_that_share_only_long_rows": None,
     "tests/job/test_output.py::test_a_hang_names_the_rank_that_did_not_come": (
         "earlier-1 rank is missing: rank 1 was last seen in stage 'reward' of step 7, entered ",
     ),
