@@ -16,6 +16,7 @@ LABELS = {
     "gradients": "gradients",
     "optimizer": "optimizer",
     "gathered_weights": "gathered weights",
+    "rounded_weights": "weights in FP8",
     "unreduced_gradients": "unreduced gradients",
     "activations": "activations",
     "image_activations": "activations of images",
@@ -50,6 +51,7 @@ class Estimate:
     output_matrix_gradient  the head's fp32 sum over chunks
     teacher_matrix          the output matrices of teachers, whole, in distillation without top_k
     gathered_weights        FSDP: weights that other ranks store, in the compute dtype
+    rounded_weights         FSDP: weights in FP8, with engine.float8_cache_weights
     unreduced_gradients     FSDP: gradients before they are reduced, and the copy that is reduced
     image_activations       activations of the vision tower
     teacher_outputs         in host memory: a teacher's outputs for the tokens of a step
@@ -68,6 +70,7 @@ class Estimate:
     teacher_matrix: float | None = None
     teacher_outputs: float | None = None
     gathered_weights: float | None = None
+    rounded_weights: float | None = None
     unreduced_gradients: float | None = None
     image_activations: float | None = None
     offloaded: float | None = None

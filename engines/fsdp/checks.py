@@ -22,6 +22,7 @@ from engines.context_parallel import (
 from engines.fsdp import tracing, vision
 from engines.fsdp.attention import gathers_keys
 from engines.fsdp.recurrence import recurrent_layers
+from engines.fsdp.sharding import is_sharded
 from engines.heads import Head
 from engines.model import experts, float8, freeze, lora, mtp
 from engines.model.hf import build_on_meta, layer_modules, read_hf_config
@@ -62,9 +63,23 @@ def check_model_and_layout(config: DictConfig, world_size: int, head: Head, repo
     layers = layer_modules(hf, hf.get_decoder())
     optimizer.check_muon_parameters(config, hf, layers, head is Head.VALUES)
     float8.check(hf, config, reports)
+    check_float8_cache(config, world_size)
     if reports and not freeze.is_critic(config, head):
         report_unused_dtype(config)
     return hf_config
+
+
+def check_float8_cache(config: DictConfig, world_size: int) -> None:
+    """Raise InputError if weights in FP8 are to be kept, but the weights do not stay gathered."""
+    engine = config.engine
+    if not engine.float8_cache_weights or not is_sharded(config, world_size):
+        return
+    for key, needed in (("reshard_after_forward", "false"), ("cpu_offload", "false")):
+        if engine[key]:
+            raise InputError(
+                f"engine.float8_cache_weights=true needs weights that stay gathered: set "
+                f"engine.{key}={needed}, or leave float8_cache_weights out"
+            )
 
 
 def report_unused_dtype(config: DictConfig) -> None:

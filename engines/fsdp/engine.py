@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -26,14 +26,13 @@ from engines.base import Engine, LossFn
 from engines.checkpoint.storage import Writer
 from engines.context_parallel import fixed_cp_size, has_dynamic_cp
 from engines.dropout import DropoutSeeds
-from engines.fsdp import sharded_memory, sharding, vision
+from engines.fsdp import sharded_memory, sharding, transforms, vision
 from engines.fsdp.attention import Packing, attention_set_to, gathers_keys
 from engines.fsdp.checks import check_model_and_layout
 from engines.fsdp.packed_model import PackedModel
 from engines.fsdp.rounding import report_lost_updates
 from engines.fsdp.router_loss import RouterLoss
 from engines.fsdp.state import ModelState, future_optimizer_sizes, optimizer_tensors
-from engines.fsdp.transforms import build_model, prepare_layers, uses_compile
 from engines.heads import Head, LogProbHead, ValueHead, call_loss
 from engines.microbatch import Layout, MicroBatch, TokenResults, lay_out
 from engines.model import guard, lora
@@ -91,9 +90,8 @@ class FSDPEngine(Engine):
         self._load(head, shared_weights)
         self.optimizers = []
         if optimize:
-            self.optimizers = optimizer.build(
-                self.model, self._layers, config, compiled=self._compiles_updates()
-            )
+            compiled = transforms.compiles_updates(config.engine, device.type)
+            self.optimizers = optimizer.build(self.model, self._layers, config, compiled=compiled)
             report_lost_updates(self.model, config, device)
         self._lr_ratios = [self._lr_ratio(group) for group in self._param_groups()]
         self._flops = count_flops(self.hf, self.hf_config)
@@ -136,7 +134,7 @@ class FSDPEngine(Engine):
     def _build(self, head: Head, temperature: float) -> None:
         """Build the sharded model on the meta device."""
         config = self.config
-        self.hf, adapted_layers = build_model(config, head)
+        self.hf, adapted_layers = transforms.build_model(config, head)
         self._state = ModelState(self.hf, adapted_layers, config, self.device)
         self.names = self._state.names
         # With a value head, which starts at zero, adapters get a zero gradient at first. So a zero
@@ -155,7 +153,7 @@ class FSDPEngine(Engine):
             self._images = vision.Images(self.hf, self.processor)
             self._image_flops = vision.count_flops(self.hf, self.processor)
         self._layers = layer_modules(self.hf, self.hf.get_decoder())
-        prepare_layers(self.hf, config, self.device.type)
+        transforms.prepare_layers(self.hf, config, self.device.type)
         # Unlike self._layers, these include the vision tower's layers.
         all_layers = layer_modules(self.hf, self.hf)
         sharding.shard(self.model, all_layers, config, self.device.type, self.world_size)
@@ -167,7 +165,7 @@ class FSDPEngine(Engine):
         return LogProbHead(
             temperature,
             engine.log_prob_chunk_size,
-            uses_compile(engine, self.device.type),
+            transforms.uses_compile(engine, self.device.type),
             self.hf_config.vocab_size,
             None,
             *logit_constants(self.hf),
@@ -195,10 +193,8 @@ class FSDPEngine(Engine):
         keep_zero_padding_row(embedding, embedding.padding_row, row_sums == 0)
         self.model.train()
 
-    def _compiles_updates(self) -> bool:
-        """Return whether updates that torch has no kernel for are compiled."""
-        device_type = "cpu" if self.config.engine.cpu_offload else self.device.type
-        return uses_compile(self.config.engine, device_type)
+    def _weights_rounded_once(self) -> AbstractContextManager[None]:
+        return transforms.weights_rounded_once(self.model, self.config, self.device.type)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -213,7 +209,7 @@ class FSDPEngine(Engine):
             self._router_loss.begin_step(self._count_tokens(batch, micro_batches), self.device)
         if self._replay:
             self._replay.mismatch.reset()
-        with self.dropout_seeds.seeded(step, dist.get_rank()):
+        with self.dropout_seeds.seeded(step, dist.get_rank()), self._weights_rounded_once():
             laid_out = self._laid_out(batch, micro_batches)
             for number, micro_batch in enumerate(laid_out, start=1):
                 is_last = number == len(micro_batches)
@@ -314,8 +310,9 @@ class FSDPEngine(Engine):
         micro_batches = micro_batches or self.divide_share(batch.lengths)
         results = TokenResults(batch, micro_batches, result_device)
         self.model.eval()
-        for micro_batch in self._laid_out(batch, micro_batches):
-            results.add(self._forward(micro_batch))
+        with self._weights_rounded_once():
+            for micro_batch in self._laid_out(batch, micro_batches):
+                results.add(self._forward(micro_batch))
         self.model.train()
         return results.outputs
 

@@ -152,6 +152,7 @@ def at_start_of_backward(setup: Setup) -> Estimate:
         gradients=waiting_gradient_bytes(setup),
         optimizer=optimizer_bytes(setup) / setup.num_shards,
         gathered_weights=gathered_bytes(setup),
+        rounded_weights=rounded_bytes(setup),
         unreduced_gradients=unreduced_bytes(setup),
         activations=setup.num_tokens * activation_bytes_per_token(setup),
         image_activations=image_activations,
@@ -229,6 +230,15 @@ def gathered_bytes(setup: Setup) -> float:
     num_layers = 2 if setup.config.engine.reshard_after_forward else len(layers)
     in_root, in_layer = root_and_layer(sharded_parameters(setup), layers)
     return (in_root + num_layers * in_layer) * setup.compute_bytes
+
+
+def rounded_bytes(setup: Setup) -> int | None:
+    """Return the bytes of both FP8 copies of weights, if engine.float8_cache_weights keeps them."""
+    engine = setup.config.engine
+    if not engine.float8_cache_weights:
+        return None
+    layers = float8.chosen_layers(setup.hf, engine.float8_exclude).values()
+    return 2 * sum(layer.weight.numel() for layer in layers)
 
 
 def unreduced_bytes(setup: Setup) -> float:
@@ -332,7 +342,8 @@ def layer_bytes_per_token(setup: Setup) -> float:
     their product. With experts, the last three exist for each expert that a token is sent to, and
     so do a copy of the token and the expert's output. Without torch.compile, there are also the
     fp32 copies in both norms and the gate's activation. With products in FP8, a compiled layer
-    computes the normalized inputs and the product of gate and up again in its backward pass.
+    computes the normalized inputs and the product of gate and up again in its backward pass; with
+    engine.float8_cache_weights, it keeps the inputs of all products in FP8.
     """
     shape = setup.shape
     hidden = shape.hidden_size
@@ -359,6 +370,8 @@ def layer_bytes_per_token(setup: Setup) -> float:
     if recomputes_inputs(setup) and not num_experts_per_token:
         num_numbers -= 2 * hidden + intermediate
     num_bytes = num_numbers * setup.compute_bytes
+    if setup.is_compiled and setup.config.engine.float8_cache_weights:
+        num_bytes += 2 * hidden + query_width + intermediate
     if not setup.is_compiled:
         num_bytes += 2 * hidden * (4 + 4) + intermediate * setup.compute_bytes
     return num_bytes

@@ -7,6 +7,8 @@ prepare_layers() applies the transforms that decide how layers run. It comes las
 code captures the functions that layers call.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from omegaconf import DictConfig
 from torch import nn
@@ -36,6 +38,10 @@ def prepare_layers(hf: nn.Module, config: DictConfig, device_type: str) -> None:
     """Multiply in FP8, checkpoint activations and compile layers, as configured."""
     if float8.is_used(config):
         float8.convert_layers(hf, config, device_type)
+    if config.engine.float8_cache_weights:
+        from engines.fsdp import float8_cache  # imports torchao
+
+        float8_cache.use_cache(hf)
     if config.engine.activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     if uses_compile(config.engine, device_type):
@@ -77,6 +83,20 @@ def compile_layers(hf: nn.Module) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
+# -- while a batch is computed ---------------------------------------------------------------------
+
+
+def weights_rounded_once(
+    model: nn.Module, config: DictConfig, device_type: str
+) -> AbstractContextManager[None]:
+    """Within this block, keep the weights in FP8 if engine.float8_cache_weights is set."""
+    if not config.engine.float8_cache_weights:
+        return nullcontext()
+    from engines.fsdp import float8_cache  # imports torchao
+
+    return float8_cache.rounded_once(model, uses_compile(config.engine, device_type))
+
+
 # -- settings --------------------------------------------------------------------------------------
 
 
@@ -94,3 +114,8 @@ def uses_compile(engine: DictConfig, device_type: str) -> bool:
     if engine.torch_compile == "auto":
         return device_type == "cuda"
     return engine.torch_compile == "always"
+
+
+def compiles_updates(engine: DictConfig, device_type: str) -> bool:
+    """Return whether updates that torch has no kernel for are compiled."""
+    return uses_compile(engine, "cpu" if engine.cpu_offload else device_type)

@@ -10,7 +10,8 @@ a scale first, so that its largest value is the largest that FP8 can represent:
   to powers of two. In the forward pass a token's output depends on this token alone.
 
 Weights, gradients, moments, checkpoints and exports do not change: weights are cast to FP8 in every
-pass. The output matrix, routers, experts, adapters and a vision tower keep the compute dtype.
+pass, or with engine.float8_cache_weights once per batch (engines/fsdp/float8_cache.py). The output
+matrix, routers, experts, adapters and a vision tower keep the compute dtype.
 
 See "FP8 Formats for Deep Learning" (Micikevicius et al. 2022, arXiv:2209.05433).
 """
@@ -57,6 +58,11 @@ def check(hf: nn.Module, config: DictConfig, reports: bool = False) -> None:
         InputError: if this machine or this model cannot multiply in FP8, or a setting does nothing.
     """
     engine = config.engine
+    if engine.get("float8_cache_weights") and engine.float8 != "tensorwise":
+        raise InputError(
+            "engine.float8_cache_weights=true needs engine.float8=tensorwise, not "
+            f"{engine.float8}: set it, or leave float8_cache_weights out"
+        )
     if not is_used(config):
         if engine.get("float8_exclude"):
             raise InputError(
@@ -206,5 +212,5 @@ def disabled(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def is_float8(module: nn.Module) -> bool:
-    """Return whether this is torchao's layer. Does not import torchao."""
-    return type(module).__name__ == "Float8Linear"
+    """Return whether this is torchao's layer or derived from it. Does not import torchao."""
+    return any(base.__name__ == "Float8Linear" for base in type(module).__mro__)

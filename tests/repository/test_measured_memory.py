@@ -150,6 +150,10 @@ CASES = {
         Case("7B", f"{BF16} engine.float8=tensorwise"),
         Case("7B", BF16),
         Case("7B", f"{BF16} engine.float8=tensorwise data.max_tokens_per_micro_batch=20480"),
+        # weights that are rounded once per step
+        Case("7B", BF16),
+        Case("7B", f"{BF16} engine.float8=tensorwise"),
+        Case("7B", f"{BF16} engine.float8=tensorwise engine.float8_cache_weights=true"),
         # two micro-batches
         Case("7B", BF16),
         Case("7B", f"{BF16} optim.rounding=nearest"),

@@ -16,11 +16,14 @@ from tests.support.training import digest, make_tokenizer
 
 ROWWISE = f"{MASTER} float8=rowwise"
 TENSORWISE = f"{MASTER} float8=tensorwise"
+GATHERED = "reshard_after_forward=false"
 # name -> (family, settings of the engine, with adapters)
 SETTINGS = {
     "bf16": ("qwen3", MASTER, False),
     "rowwise": ("qwen3", ROWWISE, False),
     "tensorwise": ("qwen3", TENSORWISE, False),
+    "gathered": ("qwen3", f"{TENSORWISE} {GATHERED}", False),
+    "cached": ("qwen3", f"{TENSORWISE} {GATHERED} float8_cache_weights=true", False),
     "recomputed": ("qwen3", f"{ROWWISE} {RECOMPUTE}", False),
     "adapters": ("qwen3", ROWWISE, True),
     "adapters in bf16": ("qwen3", MASTER, True),
@@ -96,6 +99,14 @@ def test_recomputing_layers_changes_nothing(results, world):
     result = results(world)["float8_training"]
     assert result["recomputed"]["metrics"] == result["rowwise"]["metrics"]
     assert result["recomputed"]["weights"] == result["rowwise"]["weights"]
+
+
+@pytest.mark.slow
+@on_ranks("float8_training", 1, 2)
+def test_weights_rounded_once_per_batch_change_nothing(results, world):
+    result = results(world)["float8_training"]
+    assert result["cached"]["metrics"] == result["gathered"]["metrics"]
+    assert result["cached"]["weights"] == result["gathered"]["weights"]
 
 
 @pytest.mark.slow
