@@ -83,12 +83,11 @@ class Processor:
         self.token_type_keys = [
             key
             for key in output
-            if key not in NOT_FOR_MODEL and np.shape(output[key]) == (1, len(ids))
+            if key not in NOT_FOR_MODEL | self.dropped and np.shape(output[key]) == (1, len(ids))
         ]
         self._check_dropped(output)
         self._check_all_keys_reach_model(path, output, image)
         self._check_token_types(path, output)
-        self.token_type_keys = [key for key in self.token_type_keys if key not in self.dropped]
         self.sample = (torch.tensor(ids), [image])
 
     def _check_dropped(self, output: dict) -> None:

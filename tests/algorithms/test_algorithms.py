@@ -858,7 +858,7 @@ def test_rollout_correction_is_that_of_the_formula(seed):
         assert 0 < kept.sum() < batch.mask.sum()
         assert kept.dtype == torch.float32
     for level in ("token", "sequence"):
-        weights = correction_weights(*common, level=level, threshold=1.1)
+        weights = correction_weights(*common, level=level, threshold=1.1, lower=0.9)
         assert not weights.requires_grad
         assert not weights[batch.mask == 0].any()
         for places, row in zip(batch.tokens, of_token[level]):

@@ -435,6 +435,11 @@ def test_data_sets_in_common_shapes_are_read_as_they_are(
             "data.messages_key",
         ),
         (
+            {"question": "q", "n": 1},
+            '"messages" is missing; the row has question, n: name the column of messages in '
+            "data.messages_key",
+        ),
+        (
             {"conversations": [{"from": "robot", "value": "q"}]},
             "\"messages[0].from\" is 'robot': must be one of human, gpt,",
         ),

@@ -754,6 +754,22 @@ def test_keys_that_would_not_reach_the_model_are_an_error(folder, monkeypatch):
     ]
 
 
+def test_types_that_depend_on_more_than_the_tokens_are_an_error_unless_dropped(folder, monkeypatch):
+    call = Qwen2_5_VLProcessor.__call__
+
+    def call_with_positions(self, images=None, text=None, **options):
+        output = call(self, images=images, text=text, **options)
+        positions = {"positions": [[*range(len(output["input_ids"][0]))]]} if text else {}
+        return type(output)({**output, **positions})
+
+    monkeypatch.setattr(Qwen2_5_VLProcessor, "__call__", call_with_positions)
+    with pytest.raises(InputError, match=r"returns positions, which .*_keys=\[positions\]"):
+        Processor(folder / "qwen2_5_vl")
+    processor = Processor(folder / "qwen2_5_vl", dropped=["positions"])
+    assert processor.token_type_keys == ["mm_token_type_ids"]
+    assert not Processor(folder / "gemma3", dropped=["token_type_ids"]).token_type_keys
+
+
 def test_the_tower_keeps_activations_only_in_training(folder):
     config = load(
         "sft.yaml",

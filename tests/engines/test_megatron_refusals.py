@@ -131,6 +131,11 @@ MOE = "model.path=FOLDER/qwen3_moe"
         ),
         (
             4,
+            ["data.train_batch_size=1", "engine.tensor_model_parallel_size=2"],
+            "train_batch_size=1 is less than the 2 data-parallel ranks",
+        ),
+        (
+            4,
             ["model.lora.rank=4", "engine.tensor_model_parallel_size=4"],
             "parallel_size=4 does not divide the model's 2 key-value heads, as model.lora",
         ),

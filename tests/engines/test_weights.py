@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 from config import InputError, load
 from engines.fsdp.state import ModelState
 from engines.heads import Head
-from engines.model.experts import expert_weights, experts_per_token
+from engines.model.experts import check_experts_per_token, expert_weights, experts_per_token
 from engines.model.hf import build_on_meta, read_hf_config
 from engines.model.model_files import fingerprint, ignored_weights, shapes_in_files, weight_files
 from engines.model.names import described_names, model_names, split_stacks, stacked, stored_tensors
 from engines.model.shape import stage_sizes
 from engines.model.weights import Placement, check_files, copy_rows, load_weights
 from tests.support.foreign import FOREIGN
-from tests.support.models import make_model
+from tests.support.models import make_image_model, make_model
 
 CPU = torch.device("cpu")
 FAMILIES = ("qwen2_tied", "apertus", "qwen3_moe", "mixtral", "gemma3 with images")
@@ -215,6 +215,15 @@ def test_experts_are_found_by_their_stacks(models):
     assert experts_per_token(read_hf_config(models / "apertus")) == 0
 
 
+def test_experts_without_a_number_per_token_are_an_error(models):
+    hf = on_meta(models / "mixtral")
+    check_experts_per_token(hf, hf.config, "a model")
+    hf.config.num_experts_per_tok = 0
+    with pytest.raises(InputError, match="model.path=a model: .* one number of experts per token"):
+        check_experts_per_token(hf, hf.config, "a model")
+    check_experts_per_token(on_meta(models / "apertus"), hf.config, "a model")
+
+
 def test_the_first_stages_have_one_layer_more():
     assert stage_sizes(5, 2) == [3, 2]
     assert stage_sizes(8, 4) == [2, 2, 2, 2]
@@ -227,3 +236,12 @@ def test_names_of_a_model_without_files_are_those_in_its_files_but_for_experts(t
     without_experts = {name for name in in_files if ".experts." not in name}
     assert without_experts < set(in_files)
     assert described_names(hf).keys() == without_experts
+
+
+def test_names_of_a_model_without_files_are_translated_where_the_files_have_others(tmp_path):
+    path = make_image_model(tmp_path / "vision", "qwen2_5_vl")
+    hf = build_on_meta(read_hf_config(path), torch.float32, images=True)
+    names = described_names(hf)
+    assert names.keys() == load_file(path / "model.safetensors").keys()
+    assert {*names.values()} == {name for name, _ in hf.named_parameters()}
+    assert names["visual.patch_embed.proj.weight"] == "model.visual.patch_embed.proj.weight"

@@ -38,6 +38,17 @@ def make_plan(roles, capacity: float) -> MemoryPlan:
     return MemoryPlan(roles, Hardware(2, "cuda", int(capacity)))
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_parts_are_offloaded_from_a_device_with_memory_of_its_own(model, device_type):
+    config = ppo_config(model)
+    engine = engine_class(config.model_engine)
+    (estimate,) = engine.estimate_memory(config, 2, device_type)
+    expected = None
+    if device_type == "cuda":
+        expected = estimate.parameters + estimate.optimizer
+    assert estimate.offloaded == expected
+
+
 def test_there_is_a_warning_from_95_percent_of_the_device(model):
     roles = {None: sft_config(model)}
     _, num_bytes = make_plan(roles, 0).largest()

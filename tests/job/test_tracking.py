@@ -250,6 +250,23 @@ def test_a_resumed_run_keeps_the_steps_before_it_in_tensorboard(tmp_path):
     assert [(e.step, e.value) for e in events] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
 
 
+def test_samples_that_lack_a_column_have_an_empty_cell(tmp_path):
+    tracker = tracking.Tracker(configure(tmp_path, "trainer.logger=[tensorboard]"), 0, 0, 1)
+    tracker.log_samples(1, [{"prompt": "p", "score": 2}, {"response": "r", "prompt": "q"}])
+    tracker.log(1, {"val/loss": 1.0})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = events.Tensors("val/samples/text_summary")
+    assert event.step == 1
+    (text,) = event.tensor_proto.string_val
+    assert text.decode().splitlines() == [
+        "| prompt | score | response |",
+        "| --- | --- | --- |",
+        "| p | 2 |  |",
+        "| q |  | r |",
+    ]
+
+
 def test_special_characters_are_escaped_in_a_table_of_markdown():
     rows = [["a|b", 0.5, "1\n2"], ["*c*", None, "中"]]
     assert tables.markdown_table(["text", "score", "answer"], rows).splitlines() == [

@@ -12,7 +12,7 @@ from config import load
 from data.batching.plan import Plan
 from data.preference_dataset import PreferenceDataset, tokenize_preferences
 from examples.arithmetic import make_tokenizer
-from preferences.cache import cache_folder, log_probs_of_rows
+from preferences.cache import attach_cached, cache_folder, is_intact, log_probs_of_rows, write_cache
 from preferences.losses import PreferenceLoss
 from preferences.reference import model_stages, role_configs
 from tests.preferences.assets import make_pair, write_rows
@@ -141,3 +141,43 @@ def test_a_sequence_that_ranks_share_counts_once(folder, tmp_path):
     dataset = PreferenceDataset.load(tokens)
     expected = (-dataset.batch(range(2)).input_ids.float()).tolist()
     assert on_ranks(2, tmp_path, log_probs_on_rank, dataset) == [expected, expected]
+
+
+class WholeEngine:
+    """One data-parallel rank, which works on all sequences."""
+
+    dp_rank = 0
+
+    def plan(self, lengths) -> Plan:
+        once = torch.ones(len(lengths), dtype=torch.int64)
+        return Plan([*range(len(lengths))], [], torch.zeros_like(once), once)
+
+    def sum_over_dp(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+@pytest.mark.parametrize("failing_batch", [0, 1, None])
+def test_a_cache_is_complete_or_not_there(folder, tmp_path, process_group, failing_batch):
+    dataset = PreferenceDataset.load(tokens_of(folder, "rows.jsonl"))
+    num_computed = 0
+
+    def negative_ids(share, micro_batches):
+        nonlocal num_computed
+        if num_computed == failing_batch:
+            raise MemoryError
+        num_computed += 1
+        return -share.input_ids.float()
+
+    reference = SimpleNamespace(engine=WholeEngine(), log_probs=negative_ids)
+    cache = tmp_path / "cache"
+    if failing_batch is not None:
+        with pytest.raises(MemoryError):
+            write_cache(reference, dataset, cache, batch_size=1)
+        assert not [*tmp_path.iterdir()]
+        return
+    write_cache(reference, dataset, cache, batch_size=1)
+    assert [*tmp_path.iterdir()] == [cache]
+    assert is_intact(cache)
+    attach_cached(dataset, cache)
+    whole = dataset.batch(range(len(dataset)))
+    assert torch.equal(whole.fields["ref_log_probs"], -whole.input_ids.float())

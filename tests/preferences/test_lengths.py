@@ -63,6 +63,18 @@ def test_the_longest_row_fits_exactly(tmp_path, rows, settings, longest):
             check_lengths(config, loss, dataset, world_size=1)
 
 
+def test_the_longest_prompt_and_answer_are_of_different_rows(tmp_path):
+    """An answer begins with the first token that is learned."""
+    dataset = make_dataset(tmp_path, LABELS, configure("algorithm.loss=kto"))
+    bounds = dataset.cu_seqlens.tolist()
+    masks = [dataset.loss_mask[start:end] for start, end in zip(bounds, bounds[1:])]
+    prompt_lengths = [mask.tolist().index(1) for mask in masks]
+    longest_prompt = max(prompt_lengths)
+    longest_answer = max(len(mask) - length for mask, length in zip(masks, prompt_lengths))
+    assert prompt_lengths.index(longest_prompt) == 1
+    assert dataset.longest_parts() == (longest_prompt, longest_answer)
+
+
 def test_an_answer_to_another_prompt_is_cut_to_the_length_of_a_row(tmp_path):
     dataset = make_dataset(tmp_path, LABELS, configure("algorithm.loss=kto"))
     limit = sum(dataset.longest_parts()) - 1

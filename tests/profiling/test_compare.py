@@ -214,6 +214,19 @@ def test_differences_are_relative_to_the_largest_number_in_the_tensors(a, b, exp
     assert difference == pytest.approx(expected)
 
 
+def test_metrics_of_a_step_are_numbers_also_where_they_are_0(tmp_path):
+    """A number that was not finite is null in the file; a step may have several lines."""
+    lines = [
+        {"step": 1, "loss": 5.0},
+        {"step": 2, "loss": 0.0, "grad_norm": None},
+        {"step": 2, "val/loss": 0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    metrics = compare.metrics_of(tmp_path, 2)
+    assert math.isnan(metrics.pop("grad_norm"))
+    assert metrics == {"step": 2, "loss": 0.0, "val/loss": 0}
+
+
 @pytest.mark.parametrize(
     "a, b, expected",
     [

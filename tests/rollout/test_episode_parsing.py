@@ -90,6 +90,21 @@ def parse(tokenizer, parser: ReplyParser, text: str, tools=(TOOL,)):
     return parser.parse(text, tokenizer.encode(text), 5, list(tools) or None, {})
 
 
+class FailingParser(ReplyParser):
+    """A parser that cannot read any text, as those of vLLM cannot read some."""
+
+    def split(self, *arguments):
+        raise KeyError("arguments")
+
+
+@pytest.mark.slow
+def test_a_reply_that_a_parser_cannot_read_stays_text_and_is_counted(tokenizer):
+    parser = FailingParser(tokenizer, "hermes", None, is_checked=True)
+    reply = parse(tokenizer, parser, "<tool_call>")
+    assert reply.message == {"role": "assistant", "content": "<tool_call>"}
+    assert (reply.num_tool_calls, reply.num_tool_errors) == (0, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(tokenizer, name):
