@@ -2,10 +2,13 @@
 
 import json
 import os
+import pickle
 import shutil
 from concurrent.futures import Future
-from pathlib import Path
+from io import BytesIO
+from pathlib import Path, PosixPath
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +17,7 @@ from config import InputError
 from engines.checkpoint.__main__ import main as export_main
 from engines.checkpoint.checkpointer import Checkpointer, holds_rng_state, read_files
 from engines.checkpoint.export import export_checkpoint
-from engines.checkpoint.storage import Writer
+from engines.checkpoint.storage import MetadataUnpickler, Writer
 from engines.model.model_files import fingerprint
 from tests.engines.stub_engine import StubEngine, StubTokenizer, save
 from tests.support.models import make_model
@@ -253,6 +256,17 @@ def test_a_checkpoint_of_an_early_version_is_not_verified(checkpointer, two, cap
     without_checksums(two[1])
     assert checkpointer.find("auto") == two[1]
     assert f"{two[1]} cannot be verified: an earlier version wrote" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("allowed", [torch.float32, torch.Size, PosixPath])
+def test_names_of_harmless_classes_are_unpickled(allowed):
+    assert MetadataUnpickler(BytesIO(pickle.dumps(allowed))).load() is allowed
+
+
+@pytest.mark.parametrize("rejected", [torch.load, numpy.float32, os.system])
+def test_other_names_are_not_unpickled(rejected):
+    with pytest.raises(pickle.UnpicklingError, match=f"GLOBAL .*{rejected.__name__}"):
+        MetadataUnpickler(BytesIO(pickle.dumps(rejected))).load()
 
 
 # -- exports ---------------------------------------------------------------------------------------
