@@ -154,7 +154,5 @@ def test_log_probabilities_are_close_in_the_root_mean_square(capsys):
     line = "reload        ok  numbers differ by 0.1 nats (at most 0.1 allowed)\n"
     assert capsys.readouterr().out == line
     for values in (other, torch.full((4,), torch.nan)):
-        with pytest.raises(
-            InputError, match="^reload: numbers differ by .* nats .at most 0.09"
-        ):
+        with pytest.raises(InputError, match="^reload: numbers differ by .* nats .at most 0.09"):
             require_close("reload", "numbers", values, reference)

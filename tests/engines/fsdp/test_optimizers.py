@@ -109,7 +109,7 @@ def test_both_optimizers_of_muon_have_the_settings_of_the_run(folder, dtype):
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=dtype)
     optim = ["lr=0.01", "weight_decay=0.3", "betas=[0.5,0.6]", "eps=1e-5"]
     own = ["nesterov=false", "ns_steps=3"]
-    settings = [f"optim.{pair}" for pair in [*optim, *(f"kwargs.{pair}" for pair in own)]]
+    settings = [f"optim.{pair}" for pair in optim] + [f"optim.kwargs.{pair}" for pair in own]
     config = make_config(folder, "optim.name=muon", "trainer.seed=7", *settings)
     muon, adamw = optimizer.build(model, model.model.layers, config, compiled=False)
     expected = {"lr": 0.01, "nesterov": False, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}

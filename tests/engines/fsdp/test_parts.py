@@ -7,7 +7,7 @@ from transformers import AttentionInterface
 
 from engines.adamw import Storage
 from engines.fsdp.rounding import report_lost_updates
-from engines.fsdp.state import future_optimizer_sizes, optimizer_tensors
+from engines.fsdp.state import ModelState, future_optimizer_sizes, optimizer_tensors
 from engines.fsdp.transforms import build_model, prepare_layers, uses_compile
 from engines.heads import Head
 from engines.optimizer import adamw, muon
@@ -157,3 +157,25 @@ def test_auto_compiles_on_gpus_alone(folder):
     assert [uses_compile(auto, device) for device in ("cuda", "npu", "cpu")] == [True, False, False]
     assert uses_compile(always, "cpu")
     assert not uses_compile(never, "cuda")
+
+
+@pytest.mark.parametrize(
+    "rank, head, expected",
+    [
+        (4, Head.VALUES, {"q_proj", "lm_head"}),
+        (4, Head.LOG_PROBS, {"q_proj"}),
+        (0, Head.VALUES, set()),
+    ],
+)
+def test_a_value_head_is_trained_and_saved_with_adapters(folder, rank, head, expected):
+    targets = ["model.lora.target_modules=[q_proj]"] if rank else []
+    config = make_config(folder, f"model.lora.rank={rank}", *targets)
+    hf, layers = build_model(config, head)
+    hf.to_empty(device="cpu")
+    names = [name for name, _ in ModelState(hf, layers, config, CPU).adapter()]
+    assert {name.split(".lora_")[0].removesuffix(".weight").split(".")[-1] for name in names} == (
+        expected
+    )
+    if rank:
+        trained = [name for name, p in hf.named_parameters() if p.requires_grad]
+        assert len(trained) == len(names)
