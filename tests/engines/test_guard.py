@@ -100,6 +100,17 @@ def test_the_first_leaking_layer_is_named(number):
         guard.check_isolation(StubEngine(leaking_layer=number))
 
 
+@pytest.mark.parametrize("size, shared_by", [(1, 1), (2, 2), (8, 4)])
+def test_a_micro_batch_is_shared_by_at_most_the_largest_group(size, shared_by):
+    engine = StubEngine(leaking_layer=None)
+    engine.cp_groups = {1: None, 2: None, 4: None}
+    plans = []
+    engine.head_outputs = lambda batch, plan: plans.append(plan) or torch.zeros(3, 4)
+    batch = guard.make_batches(engine).three_sequences
+    assert guard.outputs_together(engine, batch, size).shape == (2, 4)
+    assert plans == [[(shared_by, [0, 1, 2])]]
+
+
 def test_hooks_are_removed_after_an_error():
     engine = StubEngine(leaking_layer=1)
     with pytest.raises(InputError):

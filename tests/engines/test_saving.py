@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from config import InputError
 from engines.checkpoint.__main__ import main as export_main
 from engines.checkpoint.checkpointer import Checkpointer, holds_rng_state, read_files
-from engines.checkpoint.export import export_checkpoint
+from engines.checkpoint.export import export_checkpoint, export_hf
 from engines.checkpoint.storage import MetadataUnpickler, Writer
 from engines.model.model_files import fingerprint
 from tests.engines.stub_engine import StubEngine, StubTokenizer, save
@@ -355,6 +355,23 @@ def test_adapters_are_exported_for_peft(checkpointer, model, tmp_path, is_classi
     assert tensors.keys() == {f"base_model.model.{name}" for name in engine.weights}
     for name, tensor in engine.weights.items():
         assert torch.equal(tensors[f"base_model.model.{name}"], tensor), name
+
+
+@pytest.mark.parametrize("base_name", [None, "the/hub"])
+def test_an_adapter_names_its_model_from_any_directory(model, tmp_path, monkeypatch, base_name):
+    """By its absolute path, if it has no other name."""
+    monkeypatch.chdir(model.parent)
+    engine = StubEngine(Path(model.name))
+    settings = {"rank": 2, "alpha": 6, "dropout": 0.0, "exclude_modules": []}
+    engine.config.model.lora = settings | {"target_modules": ["q_proj"]}
+    name = f"{LAYER}.lora_A.weight"
+    engine.export_adapter = lambda: iter([(name, torch.ones(2, 32))])
+    export_hf(engine, StubTokenizer(), tmp_path / "adapter", base_name)
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == (base_name or str(model))
+    assert written["target_modules"] == ["q_proj"]
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert [*tensors] == [f"base_model.model.{name}"]
 
 
 @pytest.mark.parametrize("is_classifier", [False, True], ids=["policy", "reward model"])
