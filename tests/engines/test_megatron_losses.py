@@ -52,6 +52,10 @@ def route(pre_softmax: bool) -> dict[str, list]:
     routes[:, 1] = torch.tensor([3, 1])
     routes[4] = no_route(torch.uint8)
     router.begin_batch(0.5, 10)
+    router(tokens, padding, routes)
+    results["aux with given"] = router.aux_loss
+    router.mismatch.reset()
+    router.begin_batch(0.5, 10)
     with torch.no_grad():
         weights, given = router(tokens, padding, routes)
     results |= {"given": given.tolist(), "weights of given": weights.tolist()}
@@ -74,6 +78,8 @@ def test_a_router_weighs_its_experts_and_rewards_balance(tmp_path, pre_softmax):
     assert found["chosen"] == chosen.tolist()
     torch.testing.assert_close(torch.tensor(found["weights"]), weights.detach())
     torch.testing.assert_close(found["aux"], aux_loss.detach())
+    # It has to balance its own choices.
+    torch.testing.assert_close(found["aux with given"], aux_loss.detach())
     torch.testing.assert_close(found["gradient"], weight.grad)
 
     given = torch.tensor([[3, 1]] * 4 + [chosen[4].tolist()])

@@ -40,6 +40,7 @@ def model(tmp_path_factory) -> Path:
         ("layers.*a", None, None),
         ("layers.[0-9]+", None, None),
         ("layers.1[01]", None, None),
+        ("l.yers", None, None),
         ("norm", None, None),
     ],
 )
@@ -51,6 +52,11 @@ def test_a_pattern_that_matches_more_than_it_says_is_reported(capsys, pattern, n
         return
     assert f"model.freeze: {pattern!r} also matches {named}, because" in printed
     assert reason in printed
+
+
+def test_a_pattern_that_always_ends_within_a_number_says_what_it_means(capsys):
+    warn_of_wide_pattern(r"layers\.1", LAYERS[1:])
+    assert capsys.readouterr().out == ""
 
 
 def test_dots_that_stand_for_one_character_become_literal():
@@ -117,9 +123,13 @@ def test_a_reward_model_has_the_parameters_of_a_classifier(model):
     hf_config = read_hf_config(model)
     hf = build_on_meta(hf_config, torch.float32, Head.VALUES)
     check_trainable(hf_config, hf)
+    message = "LlamaForSequenceClassification of .* such as model.layers.1.{}.weight: a reward"
     hf.model.layers[1].more = nn.Linear(1, 1, bias=False)
-    message = "LlamaForSequenceClassification of .* such as model.layers.1.more.weight: a reward"
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message.format("more")):
+        check_trainable(hf_config, hf)
+    del hf.model.layers[1].more
+    del hf.model.layers[1].input_layernorm
+    with pytest.raises(InputError, match=message.format("input_layernorm")):
         check_trainable(hf_config, hf)
 
 

@@ -381,6 +381,7 @@ def test_merged_adapters_change_their_layer_alone(checkpointer, model, tmp_path,
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     if is_classifier:
         score = merged.pop("score.weight")
+        assert score.dtype == torch.bfloat16
         assert torch.equal(score, adapter["lm_head.weight"].bfloat16())
     base = load_file(model / "model.safetensors")
     product = adapter[f"{LAYER}.lora_B.weight"] @ adapter[f"{LAYER}.lora_A.weight"]
