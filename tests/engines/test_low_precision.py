@@ -260,6 +260,22 @@ def test_moments_of_eight_bits_are_the_means_of_the_gradients():
     torch.testing.assert_close(root.square(), second, rtol=0.06, atol=0)
 
 
+@pytest.mark.parametrize(
+    "dtype, state_dtype, stochastic, expected",
+    [
+        (torch.float32, None, True, True),
+        (torch.float32, torch.float32, True, True),
+        (torch.bfloat16, None, True, False),
+        (torch.bfloat16, None, False, True),
+        (torch.bfloat16, torch.float32, False, False),
+        (torch.float32, torch.uint8, False, False),
+    ],
+)
+def test_torchs_adamw_is_used_where_it_stores_the_same(dtype, state_dtype, stochastic, expected):
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2, dtype=dtype))]}]
+    assert Storage(state_dtype, stochastic, 0, False).suits_torch(groups) == expected
+
+
 def test_a_loaded_state_keeps_its_dtypes():
     """torch would cast it to the dtype of the weights."""
     storage = STORAGES["bfloat16, 8-bit moments"][1]

@@ -557,7 +557,7 @@ def test_a_checkpoint_finds_its_models_from_any_directory(folder, tmp_path, monk
     progress = {"export_dtype": "float32", "lora": record, "run": run}
     checkpointer.save(1, engine, progress, make_tokenizer())
     expected = dict(engine.export_weights())
-    export_hf(engine, make_tokenizer(), tmp_path / "online", str(model.absolute()))
+    export_hf(engine, make_tokenizer(), tmp_path / "online", str(model))
     monkeypatch.chdir(tmp_path)
     export_checkpoint(checkpointer.latest(), tmp_path / "hf", merge=lora)
     exported = load_file(tmp_path / "hf" / "model.safetensors")
