@@ -108,6 +108,54 @@ def test_a_device_that_torch_does_not_see_is_named(
     assert printed.startswith(expected) if is_warned else printed == ""
 
 
+# -- an accelerator --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_gpus(monkeypatch) -> list[int]:
+    """Let torch see two GPUs; return the numbers of those that are made the current one."""
+    chosen = []
+    accelerator = torch.accelerator
+    monkeypatch.setattr(accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(accelerator, "set_device_index", chosen.append)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    return chosen
+
+
+def test_a_rank_has_the_device_of_its_number(two_gpus, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert this_device.select_device(1) == torch.device("cuda", 1)
+    assert two_gpus == [1]
+
+
+@pytest.mark.parametrize("local_rank, num_local", [(2, None), (0, 3)])
+def test_every_rank_needs_a_device(two_gpus, monkeypatch, local_rank, num_local):
+    """All ranks of a node notice it, not only those without a device."""
+    if num_local:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_local))
+    with pytest.raises(InputError, match="more processes than devices: start 2 per node"):
+        this_device.select_device(local_rank)
+    assert two_gpus == []
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_found_by_its_name(monkeypatch, name, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert this_device.peak_flops(torch.device("cuda", 0)) == expected
+    assert this_device.peak_flops(torch.device("cpu")) is None
+
+
 # -- joining the other ranks -----------------------------------------------------------------------
 
 CPU = torch.device("cpu")
@@ -168,6 +216,23 @@ def test_an_unknown_interface_of_gloo_is_named(rank_of_two, monkeypatch):
     message = error_of_joining()
     assert "GLOO_SOCKET_IFNAME=lo,eth99 names no network interface of this node" in message
     assert "which has lo" in message
+
+
+@pytest.mark.parametrize("names", ["", "lo", "eth1,lo", "eth0,"])
+def test_gloo_finds_its_interfaces(names):
+    joining.check_gloo_interfaces(names, INTERFACES)
+
+
+@pytest.mark.parametrize("names", ["eth", "eth0,eth2"])
+def test_gloo_needs_whole_names(names):
+    with pytest.raises(InputError, match=f"GLOO_SOCKET_IFNAME={names} names no network interface"):
+        joining.check_gloo_interfaces(names, INTERFACES)
+
+
+def test_a_free_port_can_be_listened_on():
+    port = int(this_device.free_port())
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        assert listener.getsockname()[1] == port
 
 
 @pytest.mark.parametrize("names", ["", "eth", "eth0", "ib,eth1", "=eth0", "=ib,eth1", "^docker,lo"])

@@ -301,6 +301,18 @@ def test_no_tokens(top_k):
     assert not grad_weight.any()
 
 
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_frozen_output_matrix_has_no_gradient(top_k):
+    """As with adapters; the hidden states have the same gradient."""
+    settings = LogProbSettings(TRANSFORMS[-1], 7)
+    _, expected_grad, _ = compute(make_case(), settings, Divergence("jsd"), top_k)
+    case = make_case()
+    case.weight.requires_grad_(False)
+    _, grad, of_weight = compute(case, settings, Divergence("jsd"), top_k)
+    assert torch.equal(grad, expected_grad)
+    assert of_weight is None
+
+
 @pytest.mark.parametrize(
     "divergence, beta",
     [

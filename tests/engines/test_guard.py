@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from config import InputError
 from data.batching.batch import Batch
 from engines.adapter_guard import AdapterGuard
-from engines.heads import LogProbHead
+from engines.heads import LogProbHead, ValueHead
 from engines.model import guard
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -100,6 +100,17 @@ def test_the_first_leaking_layer_is_named(number):
         guard.check_isolation(StubEngine(leaking_layer=number))
 
 
+@pytest.mark.parametrize("size, shared_by", [(1, 1), (2, 2), (8, 4)])
+def test_a_micro_batch_is_shared_by_at_most_the_largest_group(size, shared_by):
+    engine = StubEngine(leaking_layer=None)
+    engine.cp_groups = {1: None, 2: None, 4: None}
+    plans = []
+    engine.head_outputs = lambda batch, plan: plans.append(plan) or torch.zeros(3, 4)
+    batch = guard.make_batches(engine).three_sequences
+    assert guard.outputs_together(engine, batch, size).shape == (2, 4)
+    assert plans == [[(shared_by, [0, 1, 2])]]
+
+
 def test_hooks_are_removed_after_an_error():
     engine = StubEngine(leaking_layer=1)
     with pytest.raises(InputError):
@@ -107,6 +118,62 @@ def test_hooks_are_removed_after_an_error():
     for layer in engine.stack:
         assert not layer._forward_hooks
         assert not layer._forward_pre_hooks
+
+
+class ZeroValues(StubEngine):
+    """Has a value head that is still zero, and a layer with stacked experts."""
+
+    def __init__(self, leaking_layer: int | None):
+        super().__init__(leaking_layer)
+        self.head = ValueHead()
+        self.stack[0].experts = Experts()
+        self.is_offloaded = False
+
+    def modules(self) -> list[nn.Module]:
+        return [nn.ModuleList(self.stack)]
+
+    def offload(self) -> None:
+        self.is_offloaded = True
+
+    def outputs(self, input_ids: Tensor, starts: list[int]) -> Tensor:
+        hidden = self.embedding[input_ids]
+        for layer in self.stack:
+            hidden = layer(hidden, starts)
+        return self.head(hidden, torch.zeros(1, WIDTH), input_ids, input_ids)[0][None]
+
+
+class Experts(nn.Module):
+    """Returns its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(4, 2, 2))
+
+    def forward(self, *arguments):
+        return arguments
+
+
+def test_a_value_head_that_is_zero_hides_no_leak():
+    with pytest.raises(InputError, match="first in layer 2 of 0 to 3"):
+        guard.check_isolation(ZeroValues(leaking_layer=2))
+    engine = ZeroValues(leaking_layer=None)
+    guard.check_isolation(engine)
+    assert engine.is_offloaded
+    assert not engine.outputs(torch.arange(3), [0]).any(), "it is zero again"
+
+
+def test_while_layers_are_compared_all_tokens_go_to_the_same_experts():
+    engine = ZeroValues(leaking_layer=None)
+    experts = engine.stack[0].experts
+    hidden = torch.tensor([[3.0, 1.0, 4.0], [1.0, 5.0, 9.0], [2.0, 6.0, 5.0]])
+    chosen = torch.tensor([[2, 3], [1, 0], [3, 1]])
+    weights = torch.tensor([[0.2, 0.8], [0.7, 0.3], [0.5, 0.5]])
+    with guard.fixed_head_and_routing(engine):
+        same_hidden, first, by_size = experts(hidden, chosen, weights)
+    assert torch.equal(same_hidden, hidden)
+    assert first.tolist() == [[0, 1]] * 3
+    torch.testing.assert_close(by_size, torch.tensor([[0.8, 0.2], [0.7, 0.3], [0.5, 0.5]]))
+    assert torch.equal(experts(hidden, chosen, weights)[1], chosen)
 
 
 def test_a_model_that_sees_no_earlier_token_is_reported(capsys):

@@ -23,6 +23,7 @@ STORAGES = {
     "fp32, 8-bit moments": (torch.float32, Storage(torch.uint8, True, 0, False)),
 }
 NEAREST = Storage(None, False, 0, False)
+MESHES = ["2 ranks", "4 ranks", "2 copies", "1 copy on 2 ranks"]
 
 
 # -- rounding --------------------------------------------------------------------------------------
@@ -238,6 +239,63 @@ def test_eight_bit_moments_are_near_to_fp32(size, betas):
     assert (moved - expected).norm() < 0.03 * expected.norm()
 
 
+def test_moments_of_eight_bits_are_the_means_of_the_gradients():
+    """Up to the distance between two codes, which is 3 % for numbers of similar size."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (4, 300), generator=generator) * 2 - 1
+    gradients = (torch.rand(2, 4, 300, generator=generator) + 1) * signs
+    parameter = torch.nn.Parameter(torch.zeros(4, 300))
+    optimizer = ours(STORAGES["fp32, 8-bit moments"][1], 1e-3)([{"params": [parameter]}])
+    first = second = torch.zeros(4, 300)
+    for gradient in gradients:
+        parameter.grad = gradient
+        optimizer.step()
+        first = 0.9 * first + 0.1 * gradient
+        second = 0.95 * second + 0.05 * gradient.square()
+    state = optimizer.state[parameter]
+    codes = moments.codes_of_moments(parameter.device)
+    stored = moments.decode(state["exp_avg"], state["exp_avg_scale"], codes.first)
+    torch.testing.assert_close(stored, first, rtol=0.04, atol=0)
+    root = moments.decode(state["exp_avg_sq"], state["exp_avg_sq_scale"], codes.second)
+    torch.testing.assert_close(root.square(), second, rtol=0.06, atol=0)
+
+
+@pytest.mark.parametrize(
+    "dtype, state_dtype, stochastic, expected",
+    [
+        (torch.float32, None, True, True),
+        (torch.float32, torch.float32, True, True),
+        (torch.bfloat16, None, True, False),
+        (torch.bfloat16, None, False, True),
+        (torch.bfloat16, torch.float32, False, False),
+        (torch.float32, torch.uint8, False, False),
+    ],
+)
+def test_torchs_adamw_is_used_where_it_stores_the_same(dtype, state_dtype, stochastic, expected):
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2, dtype=dtype))]}]
+    assert Storage(state_dtype, stochastic, 0, False).suits_torch(groups) == expected
+
+
+def test_a_loaded_state_keeps_its_dtypes():
+    """torch would cast it to the dtype of the weights."""
+    storage = STORAGES["bfloat16, 8-bit moments"][1]
+    saved, loaded = (
+        ours(storage, 1e-3)([{"params": [torch.nn.Parameter(torch.ones(2, 3).bfloat16())]}])
+        for _ in range(2)
+    )
+    for optimizer in (saved, loaded):
+        (parameter,) = optimizer.param_groups[0]["params"]
+        parameter.grad = torch.full_like(parameter, 0.5)
+    saved.step()
+    loaded.load_state_dict(saved.state_dict())
+    (expected,) = saved.state.values()
+    (state,) = loaded.state.values()
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert state[name].dtype == tensor.dtype, name
+        assert torch.equal(state[name], tensor), name
+
+
 def test_results_are_the_same_in_chunks(monkeypatch):
     dtype, storage = STORAGES["bfloat16, 8-bit moments"]
     whole = displacement(ours(storage, 1e-4), dtype, 3)
@@ -342,7 +400,7 @@ def test_the_number_of_ranks_changes_nothing(tmp_path, name, shape):
             assert torch.equal(weight, expected)
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 1), (1, 2)], ids=MESHES)
 def test_muon_is_rounded_the_same_on_any_number_of_ranks(tmp_path, shape):
     """Sharded rows are orthogonalized as a whole, so only the random bits could differ."""
     for folder in ("one", "more"):

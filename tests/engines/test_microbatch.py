@@ -68,6 +68,18 @@ def test_every_token_is_read_once(layout, num_ranks):
     assert sorted(ids) == batch.input_ids.tolist()
 
 
+@pytest.mark.parametrize("layout, num_ranks", layouts_on_ranks(1, 2, 4), ids=str)
+def test_every_slot_knows_the_position_of_its_token(layout, num_ranks):
+    batch = make_batch()
+    for rank in range(num_ranks):
+        group = FakeGroup(rank, num_ranks)
+        micro_batch = lay_out(batch, layout, group, torch.device("cpu"))
+        has_token = ~micro_batch.padding
+        positions = micro_batch.positions.expand_as(micro_batch.input_ids)
+        tokens = micro_batch.input_ids[has_token]
+        assert torch.equal(positions[has_token], batch.position_ids[tokens])
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("layout, num_ranks", layouts_on_ranks(1, 2, 4), ids=str)
 def test_tokens_are_predicted_from_an_earlier_token(layout, num_ranks, ahead):

@@ -557,9 +557,20 @@ def test_a_checkpoint_finds_its_models_from_any_directory(folder, tmp_path, monk
     progress = {"export_dtype": "float32", "lora": record, "run": run}
     checkpointer.save(1, engine, progress, make_tokenizer())
     expected = dict(engine.export_weights())
+    export_hf(engine, make_tokenizer(), tmp_path / "online", str(model))
     monkeypatch.chdir(tmp_path)
     export_checkpoint(checkpointer.latest(), tmp_path / "hf", merge=lora)
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert exported.keys() == expected.keys()
     for name, tensor in exported.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
+    if lora:
+        export_checkpoint(checkpointer.latest(), tmp_path / "offline")
+        check_same_files(tmp_path / "online", tmp_path / "offline")
+
+
+def check_same_files(first: Path, second: Path) -> None:
+    names = sorted(file.name for file in first.iterdir())
+    assert names == sorted(file.name for file in second.iterdir())
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name

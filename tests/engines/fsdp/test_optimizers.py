@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from config import InputError, defaults, load
 from configs.files import CONFIGS
 from engines import optimizer, schedule
-from engines.adamw import Storage
+from engines.adamw import AdamW, Storage
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.fsdp.engine import FSDPEngine
 from engines.heads import Head
@@ -101,6 +101,38 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest(folder):
     assert len(of_muon) == 3 * 7
     assert of_adamw == set(names.values()) - of_muon
     assert {"lm_head.weight", "model.embed_tokens.weight"} < of_adamw
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_optimizers_of_muon_have_the_settings_of_the_run(folder, dtype):
+    """bfloat16 weights are rounded by optimizers of this repository."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=dtype)
+    optim = ["lr=0.01", "weight_decay=0.3", "betas=[0.5,0.6]", "eps=1e-5"]
+    own = ["nesterov=false", "ns_steps=3"]
+    settings = [f"optim.{pair}" for pair in optim] + [f"optim.kwargs.{pair}" for pair in own]
+    config = make_config(folder, "optim.name=muon", "trainer.seed=7", *settings)
+    muon, adamw = optimizer.build(model, model.model.layers, config, compiled=False)
+    expected = {"lr": 0.01, "nesterov": False, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}
+    (hidden,) = muon.param_groups
+    assert expected.items() <= hidden.items()
+    assert hidden["weight_decay"] == 0.3
+    decays = []
+    for group in adamw.param_groups:
+        decays.append(group["weight_decay"])
+        assert (group["lr"], group["betas"], group["eps"]) == (0.01, (0.5, 0.6), 1e-5)
+    assert decays == [0.3, 0.0], "matrices, then norms"
+    is_own = dtype is torch.bfloat16
+    assert isinstance(muon, ShardedMuon) == is_own
+    assert isinstance(adamw, AdamW) == is_own
+    if is_own:
+        storage = Storage(state_dtype=None, stochastic=True, seed=7, compiled=False)
+        assert muon.storage == adamw.storage == storage
+
+
+def test_moments_are_stored_as_the_run_says(folder):
+    config = make_config(folder, "optim.state_dtype=int8", "optim.rounding=nearest")
+    expected = Storage(torch.uint8, stochastic=False, seed=config.trainer.seed, compiled=True)
+    assert Storage.of(config, compiled=True) == expected
 
 
 OWN_RATES = """

@@ -146,7 +146,9 @@ def test_which_models_are_one_unit(folder):
 def test_a_model_with_large_layers_keeps_its_units(tmp_path):
     sizes = {"hidden_size": 4096, "intermediate_size": 4096}
     make_model(tmp_path / "llama", "llama", num_hidden_layers=1, **sizes)
-    for settings, expected in (([], False), (["model.lora.rank=4", "engine.fsdp_size=1"], True)):
+    adapters = "model.lora.rank=4"
+    cases = [([], False), ([adapters], False), ([adapters, "engine.fsdp_size=1"], True)]
+    for settings, expected in cases:
         config = make_config(tmp_path, ZERO_2, ONCE, *settings)
         hf, _ = build_model(config, Head.LOG_PROBS)
         assert is_one_unit(config, layer_modules(hf, hf), 2) == expected, settings

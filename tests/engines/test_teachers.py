@@ -1,0 +1,167 @@
+"""Teachers: the order of their work, and how the outputs of several are put together."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from config import InputError, load
+from data.batching.batch import Batch, make_cu_seqlens
+from engines.divergence import Divergence
+from engines.heads import LogProbHead
+from engines.logprobs import LogitTransform
+from engines.teacher import HiddenHead, TeacherRows, TopKHead
+from engines.teaching import Teachers, check_teacher_layout, check_top_k, merge, move_outputs
+from tests.engines.test_divergence import make_case, softmax_log
+
+NUM_TOKENS = 4
+
+
+class StubTeacher:
+    """Records what it is asked for; its outputs are its width, for every token."""
+
+    def __init__(self, vocab_size: int, width: int = 3):
+        self.head = LogProbHead(1.0, 7, False, vocab_size, scale=0.5, softcap=2.0)
+        self.width = width
+        self.calls = []
+
+    def token_outputs(self, batch: Batch, head, micro_batches) -> tuple[Tensor]:
+        self.calls.append(type(head))
+        return (torch.full((len(batch.input_ids), self.width), float(self.width)),)
+
+    def output_matrix(self) -> Tensor:
+        self.calls.append("matrix")
+        return torch.full((self.head.vocab_size, self.width), float(self.width))
+
+    def offload(self, *parts: str) -> None:
+        self.calls.append(parts)
+
+
+def configure(*pairs: str):
+    return load("sft.yaml", ["model.path=m", "data.train_files=t", "distill.teacher=n", *pairs])
+
+
+def make_parts() -> list:
+    """Return two batches of two tokens each."""
+    batch = Batch(torch.arange(2), make_cu_seqlens(torch.tensor([2])))
+    return [(batch, [(1, [0])])] * 2
+
+
+def test_a_teachers_memory_is_freed_after_its_output_matrix_is_copied():
+    student = StubTeacher(10)
+    teacher = StubTeacher(12)
+    settings = ["distill.temperature=1.5", "distill.mode=jsd"]
+    teachers = Teachers(configure(*settings), [teacher], student, ["parameters"])
+    outputs = teachers.compute(make_parts())
+    assert teacher.calls == [HiddenHead, HiddenHead, "matrix", ("parameters",)]
+    assert student.calls == []
+    assert outputs.keys() == {"teacher_hidden"}
+    assert outputs["teacher_hidden"].shape == (NUM_TOKENS, 3)
+    with teachers.teaching(student):
+        distillation = student.head.distillation
+    assert distillation.divergence == Divergence("jsd")
+    assert distillation.temperature == 1.5
+    assert distillation.num_tokens == 10
+    (head,) = distillation.teachers
+    assert torch.equal(head.weight, teacher.output_matrix())
+    assert head.transform == LogitTransform(1.5, scale=0.5, softcap=2.0)
+    assert student.head.distillation is None
+    assert teachers.matrices == []
+
+
+def test_a_teacher_of_the_most_likely_tokens_gives_no_matrix():
+    teacher = StubTeacher(12)
+    teachers = Teachers(configure("distill.top_k=2"), [teacher], StubTeacher(10), ["parameters"])
+    teachers.compute(make_parts())
+    assert teacher.calls == [TopKHead, TopKHead, ("parameters",)]
+    assert teachers.matrices == []
+
+
+def test_a_student_that_teaches_itself_stays_on_the_device():
+    student = StubTeacher(10)
+    teachers = Teachers(configure("distill.teacher=self"), [], student, ["parameters"])
+    teachers.compute(make_parts())
+    assert teachers.engine is student
+    assert student.calls[-1] == ()
+
+
+def test_an_error_in_the_update_ends_the_distillation():
+    student = StubTeacher(10)
+    teachers = Teachers(configure(), [StubTeacher(10)], student, [])
+    teachers.compute(make_parts())
+    with pytest.raises(RuntimeError, match="no memory"), teachers.teaching(student):
+        raise RuntimeError("no memory")
+    assert student.head.distillation is None
+    assert teachers.matrices == []
+
+
+def test_the_most_likely_tokens_are_among_those_that_both_models_have():
+    case = make_case()
+    head = LogProbHead(1.0, 7, False, len(case.teacher_weight), scale=1.3)
+    targets = torch.zeros(len(case.teacher_hidden), dtype=torch.int64)
+    top_head = TopKHead(head, top_k=3, num_tokens=20, temperature=0.8)
+    token_ids, log_probs = top_head(
+        case.teacher_hidden, case.teacher_weight, targets, targets[:, None][:, :0]
+    )
+    transform = LogitTransform(0.8, scale=1.3)
+    log_q = softmax_log(case.teacher_hidden, case.teacher_weight[:20], transform)
+    values, expected = log_q.topk(3)
+    assert torch.equal(token_ids.long(), expected)
+    torch.testing.assert_close(log_probs[:, :3], values.float())
+
+
+@pytest.mark.parametrize("widths", [(2, 3), (3, 2)])
+def test_outputs_of_two_teachers_are_as_wide_as_the_wider_one(widths):
+    first, second = (torch.full((NUM_TOKENS, width), float(width)) for width in widths)
+    is_second = torch.tensor([False, True, True, False])
+    merged = merge([], [first], ~is_second)
+    (merged,) = merge(merged, [second], is_second)
+    assert merged.shape == (NUM_TOKENS, 3)
+    for is_own, width in ((~is_second, widths[0]), (is_second, widths[1])):
+        expected = [float(width)] * width + [0.0] * (3 - width)
+        assert merged[is_own].tolist() == [expected] * 2
+
+
+def test_outputs_move_to_the_same_responses_behind_another_prompt():
+    outputs = {"a": torch.arange(5), "b": torch.arange(10.0).view(5, 2)}
+    is_from = torch.tensor([False, True, True, False, True])
+    is_to = torch.tensor([True, False, False, False, True, True])
+    moved = move_outputs(outputs, is_from, is_to)
+    assert moved["a"].tolist() == [1, 0, 0, 0, 2, 4]
+    assert moved["b"].tolist() == [[2, 3], [0, 0], [0, 0], [0, 0], [4, 5], [8, 9]]
+
+
+def test_rows_of_a_teacher_are_those_of_the_targets():
+    fields = {"teacher_hidden": torch.arange(5.0)[:, None], "loss_mask": torch.ones(5)}
+    fields["teacher_number"] = torch.tensor([0, 0, 1, 1, 1])
+    rows = TeacherRows.of(fields, torch.tensor([1, 4]))
+    assert rows.teacher_hidden.tolist() == [[1], [4]]
+    assert rows.teacher_number.tolist() == [0, 1]
+    assert rows.teacher_ids is None
+    assert rows.teacher_log_probs is None
+    assert TeacherRows.of({"loss_mask": torch.ones(5)}, torch.tensor([1])) is None
+
+
+@pytest.mark.parametrize(
+    "pairs, message",
+    [
+        (["distill.fsdp_size=3"], "distill.fsdp_size=3 does not divide the number of ranks, 4: "),
+        (["distill.fsdp_size=2", "model_engine=megatron"], "does nothing with model_engine=megat"),
+        (["distill.fsdp_size=2"], None),
+        (["distill.fsdp_size=-1"], None),
+        (["distill.fsdp_size=4"], None),
+    ],
+)
+def test_a_teacher_can_be_divided_over_its_ranks(pairs, message):
+    config = configure(*pairs)
+    if message is None:
+        check_teacher_layout(config, 4)
+        return
+    with pytest.raises(InputError, match=message):
+        check_teacher_layout(config, 4)
+
+
+def test_the_teachers_tokens_are_at_most_those_of_the_vocabulary():
+    config = configure("distill.top_k=8")
+    check_top_k(config, 8)
+    with pytest.raises(InputError, match="distill.top_k=8 is more than the 7 tokens"):
+        check_top_k(config, 7)
