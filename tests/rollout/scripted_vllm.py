@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from rollout.responses import Responses
 from rollout.vllm.engine import PARTS, Rollout
@@ -79,7 +80,7 @@ class ScriptedEngine:
         version: every log-probability is -version and a fraction that tells the place.
         requests: those that have not ended, by the id of their outputs.
         num_added, num_steps, num_tokens: of the whole life of the engine.
-        drafts: counts as many drafts in each step, see DraftCounter.
+        drafts: counts as many in each step, see DraftCounter. The first rank accepts none of them.
         in_flight: is not empty while vLLM works on a step that nobody has waited for.
     """
 
@@ -128,7 +129,7 @@ class ScriptedEngine:
         if not self.requests:
             return []
         self.num_steps += 1
-        self.drafts.counts += torch.tensor([1, 8, 4, 3])
+        self.drafts.counts += torch.tensor([1, 8, 4 * dist.get_rank(), 3])
         self.in_flight.append("the next step")
         # Neither vLLM's outputs nor its own scheduler keep the order of the requests.
         outputs = [self.draw(name) for name in reversed([*self.requests])]

@@ -309,6 +309,7 @@ def test_a_draw_has_the_responses_to_all_rows_with_their_seeds(config, tmp_path,
     config = OmegaConf.merge(config, settings)
     held_by = []
     prompts = HandmadePrompts()
+    accept_rates = []
     for samples, lengths in on_ranks(2, tmp_path, draw_with_vllm, config, has_images):
         sequences = samples.batch.input_ids.split(samples.batch.lengths)
         for i, sequence in zip(samples.held.tolist(), sequences, strict=True):
@@ -328,6 +329,11 @@ def test_a_draw_has_the_responses_to_all_rows_with_their_seeds(config, tmp_path,
             assert "mtp/accept_rate" not in samples.metrics
         else:
             assert samples.rows is None
-            assert samples.metrics["mtp/accept_rate"] == 0.5
+            accept_rates.append(samples.metrics["mtp/accept_rate"])
             assert samples.metrics["mtp/accept_length"] == 4
     assert sorted(held_by) == list(range(len(rows)))
+    if accept_rates:
+        of_first, of_second = accept_rates
+        assert 0 < of_first == of_second < 0.5, (
+            "of both ranks, the second of which has drafted well"
+        )
