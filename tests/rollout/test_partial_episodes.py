@@ -72,13 +72,17 @@ class Agent:
             self.ids = [*self.ids, 40 + self.turns_left]
 
 
-def play_by_hand(row: int, number: int) -> list[int]:
-    """Return the tokens of an episode. number: among those of its row."""
+def play_by_hand(row: int, number: int) -> tuple[list[int], bool]:
+    """Return the tokens of an episode, and whether its last turn is cut off.
+
+    number: among those of its row.
+    """
     agent = Agent.of(0, row)
     while agent.turns_left:
         seed = turn_seed((SEED, row // 2, row, number), agent.ids, 0)
-        agent.read(whole_response(agent.ids, seed, MAX_TOKENS)[0])
-    return agent.ids
+        tokens, reason = whole_response(agent.ids, seed, MAX_TOKENS)
+        agent.read(tokens)
+    return agent.ids, reason == "length"
 
 
 @dataclass
@@ -126,6 +130,21 @@ class HandmadeDirector:
 
     def give_up(self, cast: str, number: int) -> None:
         self.given_up.append(number)
+
+
+class RecordingStreams:
+    """Random numbers of requests, of which some are skipped."""
+
+    def __init__(self):
+        self.num_skipped = {}
+        self.all_skipped = []
+
+    def skip(self, request_ids: list[str], num_drawn: list[int]) -> None:
+        self.num_skipped |= dict(zip(request_ids, num_drawn, strict=True))
+        self.all_skipped += num_drawn
+
+    def forget(self) -> None:
+        self.num_skipped.clear()
 
 
 class Clock:
@@ -192,9 +211,10 @@ def check_sequences(samples: Samples, version: int) -> list[tuple[int, int]]:
         sequence = samples.batch.select([i])
         ids = sequence.input_ids.tolist()
         row = prompt.row["number"]
-        numbers = [n for n in range(2 * GROUP_SIZE) if play_by_hand(row, n) == ids]
+        numbers = [n for n in range(2 * GROUP_SIZE) if play_by_hand(row, n)[0] == ids]
         assert numbers, "these tokens belong to no episode of this row"
         trained.append((row, numbers[0]))
+        assert bool(samples.truncated[i]) == play_by_hand(row, numbers[0])[1]
         is_sampled = sequence.fields["loss_mask"] > 0
         places = is_sampled.nonzero().flatten()
         # The vLLM of these tests tells in a log-probability which weights have drawn a token.
@@ -218,6 +238,7 @@ EVERY_EPISODE = sorted(
 def test_every_episode_is_trained_once_with_all_its_tokens(is_closed):
     """However often its turns were interrupted."""
     sampler = make_sampler(is_closed)
+    sampler.loop.streams = RecordingStreams()
     trained = []
     ages = set()
     for version in range(NUM_STEPS):
@@ -226,12 +247,27 @@ def test_every_episode_is_trained_once_with_all_its_tokens(is_closed):
         ages |= {*samples.batch.fields["age"].tolist()}
         open_numbers = [e.number for group in sampler.open.groups for e in group.responses]
         assert sorted(sampler.loop.playing) == sorted(open_numbers), "others are forgotten"
+        assert sampler.loop.of_key.keys() <= {f"key {number}" for number in open_numbers}
+        assert sampler.sampler.rollout.closed_batch_share == (0.75 if is_closed else 0)
+        assert not sampler.loop.streams.num_skipped, "aborted requests are forgotten"
         assert metrics["partial/carried_groups"] == len(sampler.open.groups)
         assert metrics["partial/idle_slots"] < 1
     assert sorted(trained) == EVERY_EPISODE
     assert len(ages) > 1
     assert sampler.sampler.runner.clock.calls == ["start", "stop"] * NUM_STEPS
     assert not sampler.sampler.director.given_up
+    check_skipped_numbers(sampler)
+
+
+def check_skipped_numbers(sampler: PartialEpisodes) -> None:
+    """Check that each request skips the random numbers of the tokens that its turn has."""
+    first_prompts = {}
+    num_drawn = []
+    for prompt, params in sampler.sampler.rollout.llm.enqueued:
+        first_prompt = first_prompts.setdefault(params.seed, prompt)
+        num_drawn.append(len(prompt) - len(first_prompt))
+    assert sampler.loop.streams.all_skipped == num_drawn
+    assert max(num_drawn) > 0
 
 
 def test_episodes_that_are_too_old_are_given_up():
