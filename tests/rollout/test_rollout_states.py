@@ -233,3 +233,20 @@ def test_the_line_of_progress_tells_of_how_many_replicas(monkeypatch, tp_size, e
         "pp": [0, 1],
         "first_layers": [0],
     }
+
+
+def fail(weights) -> None:
+    raise ValueError("a broken connection")
+
+
+@pytest.mark.parametrize("call", ["update", "update adapter"])
+def test_weights_of_an_update_that_fails_are_not_valid(call):
+    """Some of them may have been copied."""
+    rollout = make_rollout(with_adapter=True)
+    call_all(rollout, WITH_ADAPTER)
+    rollout.sync.load = fail
+    rollout.adapter.update = fail
+    with pytest.raises(ValueError, match="broken connection"):
+        CALLS[call](rollout)
+    assert not rollout.is_current
+    assert rollout.has_base == (call == "update adapter")
