@@ -1,5 +1,6 @@
 """When vLLM may sleep, wake, be updated and generate, with a vLLM that has no model."""
 
+import itertools
 import warnings
 from types import SimpleNamespace
 
@@ -187,14 +188,16 @@ def test_memory_for_routes_comes_and_goes_with_the_cache():
 @pytest.mark.parametrize("growth, is_reported", [(0.9, False), (1.1, True)])
 def test_memory_that_grows_from_sleep_to_sleep_is_reported(monkeypatch, growth, is_reported):
     """The first two rounds still allocate buffers, so the third one counts."""
-    in_use = iter([1.0, 1.0, 4.0, 4.0, 9.0, 7.0, 9.0, 7.0 + growth])
+    before_and_after = [(2.0, 1.0), (5.0, 4.0), (9.0, 7.0), (9.5, 7.0 + growth)]
+    in_use = itertools.chain(*before_and_after)
     monkeypatch.setattr("rollout.vllm.engine.used_gib", lambda device: next(in_use))
     rollout = make_rollout()
-    for _ in range(3):
+    for before, after in before_and_after[:3]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             metrics = rollout.sleep()
-        assert metrics["perf/memory_awake_gib"] >= metrics["perf/memory_asleep_gib"]
+        assert metrics["perf/memory_awake_gib"] == before
+        assert metrics["perf/memory_asleep_gib"] == after
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         rollout.sleep()
