@@ -662,12 +662,7 @@ def test_a_module_of_the_working_directory_and_its_neighbours(make, server, tmp_
     """Modules of the user take precedence over ours, and any parameter may be taken."""
     package = tmp_path / "games"
     package.mkdir()
-    (package / "chess.py").write_text("import data, common.moves, configs\n" + FILE)
-    (tmp_path / "configs.py").write_text(
-        "import os, sys\n"
-        "assert os.environ['PYTHONPATH'] == os.pathsep.join(['/others', sys.path[-1]])\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", "/others")
+    (package / "chess.py").write_text("import data, common.moves\n" + FILE)
     (tmp_path / "data.py").write_text("")
     (tmp_path / "common").mkdir()
     (tmp_path / "common/__init__.py").write_text("")
@@ -677,7 +672,6 @@ def test_a_module_of_the_working_directory_and_its_neighbours(make, server, tmp_
         if name.startswith("games/"):
             (package / "data.py").write_text("")
             (tmp_path / "common").rename(package / "common")
-            (tmp_path / "configs.py").rename(package / "configs.py")
         with closing(make(name)) as runner:
             (reward,) = runner.play([{"a": 1}], server.url, lambda i: "12345")
         assert reward == Reward(6.0, {})
