@@ -194,7 +194,9 @@ def test_validation_counts_only_with_validation_files_and_follows_rollout(folder
     other = make_config(
         folder / "dense", *settings, "validation.stop=[]", "validation.max_tokens=null"
     )
-    assert engine_arguments(other, make_host("cpu"), False)["max_model_len"] == 150
+    arguments = engine_arguments(other, make_host("cpu"), False)
+    assert arguments["max_model_len"] == 150
+    assert not arguments["skip_tokenizer_init"], "training responses have a stop string"
     assert list(validation_sampling(other).stop) == []
 
 

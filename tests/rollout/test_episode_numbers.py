@@ -1,13 +1,23 @@
-"""The numbers of episodes that all ranks know, and the metrics that are made of them."""
+"""What all ranks know of episodes that were played: their numbers, metrics and samples."""
+
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 
-from data.prompts import Prompt
-from rollout.episodes.drawing import EpisodeNumbers, Kept
+from data.prompts import Prompt, PromptDataset
+from examples.arithmetic import make_tokenizer
+from rollout.drawing import Assignment, Request
+from rollout.episodes.drawing import EpisodeNumbers, EpisodeSampler, Kept, Played
 from rollout.episodes.jobs import Limit
-from rollout.episodes.stepping import Playing
+from rollout.episodes.stepping import Playing, StepTimes
+from rollout.grading.pool import WorkerPool
 from rollout.grading.results import Failure, Reward
+from rollout.samples import Samples
+from tests.support.ranks import on_ranks
+from tests.support.samples import configure
 
 PROMPT = [1, 2]
 
@@ -61,3 +71,84 @@ def test_numbers_of_episodes_and_their_metrics():
         "episodes/limited": 0.25,
         "episodes/left_out": 0.25,
     }
+
+
+class FourPrompts(PromptDataset):
+    """Prompts that are in no file."""
+
+    def __init__(self):
+        self.prompts = [Prompt(PROMPT, f"prompt {row}", {"row": row}) for row in range(4)]
+        self.drawn_lengths = np.full(4, np.nan, np.float32)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self.prompts[index]
+
+
+class Runner(WorkerPool):
+    """Worker processes that have played all episodes."""
+
+    def __init__(self):
+        self.parts = None
+
+
+ROWS = [3, 1]  # with two episodes each, of which rank 1 plays the first and the last one
+OWNERS = [1, 0]
+OUTCOMES = [
+    (play(3, 4, is_cut=True), Reward(1.0, {"right": 2.0})),
+    (play(2), Failure("raised", "", {"row": 3}, "")),
+    (play(1, 2, 3), Reward(4.0, {"right": 5.0})),
+    (play(5, limit="max_turns"), Limit("max_turns", -1.0)),
+]
+
+
+def share_on_rank() -> tuple[Samples, list[float]]:
+    """Share the episodes of this rank; return all samples, and the lengths on record."""
+    rank = dist.get_rank()
+    config = configure("rollout.n=2")
+    request = Request(FourPrompts(), ROWS, config.rollout, seed=(), first_group=40)
+    assignment = Assignment.of(torch.tensor(OWNERS), 2, rank, 1)
+    playing = []
+    for i in assignment.replica.tolist():
+        play, play.result = OUTCOMES[i]
+        playing.append(play)
+    OUTCOMES[0][0].episode.reward(0.25)
+    rollout = SimpleNamespace(vocab_size=50, recorder=None)
+    sampler = EpisodeSampler(rollout, Runner(), None, make_tokenizer(), None, None, 0.0)
+    seconds = torch.zeros(2).index_fill(0, torch.tensor(rank), 1.0 + rank)
+    times = StepTimes(total=1.0 + rank, idle=0.75 * rank)
+    samples = sampler.share(request, assignment, Played(playing, times, seconds))
+    return samples, request.dataset.drawn_lengths.tolist()
+
+
+def test_all_ranks_know_the_samples_and_one_rank_the_tokens(tmp_path):
+    """The second episode has failed; the others have 2, 3 and 1 branches."""
+    results = on_ranks(2, tmp_path, share_on_rank)
+    tokenizer = make_tokenizer()
+    for rank, (samples, drawn_lengths) in enumerate(results):
+        assert samples.rank == rank
+        assert samples.owner.tolist() == [1, 1, 0, 0, 0, 0]
+        assert samples.episode.tolist() == [0, 0, 2, 2, 2, 3]
+        assert samples.group.tolist() == [40, 40, 41, 41, 41, 41]
+        assert samples.scores.tolist() == [1.25, 1.25, 4, 4, 4, -1]
+        assert samples.parts["right"].tolist() == [2, 2, 5, 5, 5, 0]
+        assert samples.truncated.tolist() == [True, True, False, False, False, True]
+        assert samples.response_lengths.tolist() == [3, 4, 1, 2, 3, 5]
+        assert samples.lengths.tolist() == [6, 7, 4, 5, 6, 8]
+        assert samples.num_drawn == 4
+        assert [failure.row for failure in samples.failures] == [{"row": 3}]
+        assert drawn_lengths == pytest.approx([np.nan, 5.5, np.nan, 4.5], nan_ok=True)
+        assert samples.metrics["episodes/vllm_idle"] == 0.25
+        assert samples.metrics["perf/rollout_idle_max"] == 0.5
+        assert samples.metrics["episodes/turns/max"] == 3
+        held = [0, 1] if rank == 1 else [2, 3, 4, 5]
+        branches = [[0, 1], [0, 1, 2], [0]]
+        of_rank = branches[:1] if rank == 1 else branches[1:]
+        assert [detail["branch"] for detail in samples.details] == sum(of_rank, [])
+        assert samples.batch.lengths == [samples.lengths[i] for i in held]
+        rows = [3, 3] if rank == 1 else [1, 1, 1, 1]
+        assert [prompt.row["row"] for prompt in samples.prompts] == rows
+        for text, detail, sequence in zip(
+            samples.texts, samples.details, samples.batch.input_ids.split(samples.batch.lengths)
+        ):
+            assert detail["prompt"] == tokenizer.decode(sequence[:3])
+            assert text == tokenizer.decode(sequence[3:])

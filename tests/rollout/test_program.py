@@ -1,5 +1,6 @@
 """What the processes of rewards and episodes do before they call the user's code."""
 
+import os
 import subprocess
 import sys
 
@@ -32,3 +33,26 @@ def test_memory_is_limited_also_below_a_limit_of_the_machine(hard, num_bytes, ex
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(expected)] * 2
+
+
+HIDING = """
+import os, sys
+import common.imports, configs.errors
+from rollout.episodes.worker import ROOT, hide_project
+hide_project()
+sys.path.insert(sys.path.index(ROOT), os.getcwd())
+import common, configs
+assert common.own and configs.own
+assert sys.path[-1] == ROOT and sys.path.count(ROOT) == 1
+assert os.environ["PYTHONPATH"] == os.pathsep.join(["/others", ROOT])
+"""
+
+
+def test_modules_of_the_user_take_precedence_in_an_episode_worker_and_its_processes(tmp_path):
+    for name in ("common", "configs"):
+        (tmp_path / f"{name}.py").write_text("own = True\n")
+    python_path = os.pathsep.join([str(ROOT), "/others"])
+    environment = os.environ | {"PYTHONPATH": python_path}
+    command = [sys.executable, "-P", "-c", HIDING]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert not done.stderr

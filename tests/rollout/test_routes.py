@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from config import InputError, load
 from engines.model.routes import joined_parts, no_route, route_dtype
 from rollout.vllm.routing import check_routing_replay, check_same_layers, describe_memory
+from rollout.vllm.settings import check_rollout
 from tests.support.launch import launch
 from tests.support.models import GROUPED_EXPERTS, make_model, write_model
 
@@ -76,8 +78,11 @@ def test_settings_that_cannot_be_replayed(tmp_path):
 
     def problem(family: str, *settings: str) -> str:
         keys = [f"model.path={tmp_path / family}", "data.train_files=unused", *settings]
+        config = load("ppo.yaml", ["rollout.routing_replay=true", *keys])
         with pytest.raises(InputError) as error:
-            check_routing_replay(load("ppo.yaml", ["rollout.routing_replay=true", *keys]))
+            check_routing_replay(config)
+        with pytest.raises(InputError):
+            check_rollout(config, world_size=1)
         return str(error.value)
 
     assert "is qwen3, which has no experts: set rollout.routing_replay=false" in problem("dense")
@@ -102,6 +107,9 @@ def test_memory_is_described(tmp_path):
     # of two ranks, and once on one of the four ranks that train.
     gib = 9 * 16_000 * (1024 / 2 + 1024 / 4) / 2**30
     described = describe_memory(config, world_size=4)
+    on_four_ranks = OmegaConf.merge(config, {"rollout": {"tensor_parallel_size": 4}})
+    share_on_four_ranks = describe_memory(on_four_ranks, world_size=4).rpartition("next to")[2]
     assert described.startswith(f"routing replay: 9 bytes per token; at most {gib:.2f} GiB")
     # Keys and values of 3 layers, in bf16, with one of two heads of 32 numbers on each rank.
     assert f"next to the KV cache {9 / (2 * 3 * 32 * 2):.2%} of its size" in described
+    assert described.endswith(share_on_four_ranks), "a rank has at least one head"

@@ -6,6 +6,7 @@ and where memory is short.
 
 from collections import deque
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -85,6 +86,27 @@ def test_a_request_gets_the_row_of_one_that_was_taken(batches, vllm_config):
             if waiting:
                 steps.add(waiting.popleft())
     assert {name: tokens.tolist() for name, tokens in taken.items()} == expected_tokens
+
+
+@pytest.mark.parametrize(
+    "feature, value, is_begun",
+    [
+        ("lora_config", SimpleNamespace(max_loras=1), True),
+        ("lora_config", SimpleNamespace(max_loras=2), False),
+        ("num_spec_tokens", 1, False),
+        ("use_pp", True, False),
+        ("connector", "a connector", False),
+        ("requests", {"early": "a request"}, False),
+    ],
+)
+def test_batches_that_are_left_to_vllms_own_scheduler(
+    batches, vllm_config, feature, value, is_begun
+):
+    scheduler = batches.make_scheduler(batches.ClosedBatchScheduler, vllm_config)
+    setattr(scheduler, feature, value)
+    responses = Responses(2, batches.MAX_MODEL_LEN, 0)
+    assert scheduler.begin(responses) == is_begun
+    assert (scheduler.responses is responses) == is_begun
 
 
 def test_requests_that_are_preempted_draw_the_same_tokens(batches, vllm_config, monkeypatch):

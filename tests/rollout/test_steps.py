@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from examples.arithmetic import make_tokenizer
 from rollout.grading.results import Failure, Reward
 from rollout.grading.scores import is_with_steps, read_score, with_steps
+from rollout.grading.worker import RewardFunction
 from rollout.steps import BLOCK, CharacterCounts, place_steps
 from rollout.texts import decode_responses
 
@@ -57,6 +58,52 @@ def test_a_failed_score_stays_one():
 def test_a_pair_of_numbers_has_no_steps():
     assert is_with_steps((1.0, []))
     assert not any(map(is_with_steps, [1.0, (1.0, 2.0), [1.0, []], {"a": 1}, (1.0, [], [])]))
+
+
+SCORE = """
+def one(response):
+    return None
+
+def group(responses):
+    return None
+"""
+WITH_STEPS = (1.0, [(2, 0.5)])
+
+
+def answers_of(folder, function: str, value, step_rewards: bool, responses=("abc",)) -> list[dict]:
+    """Return what a worker answers if the function returns this value."""
+    (folder / "score.py").write_text(SCORE)
+    settings = {
+        "function": f"{folder}/score.py:{function}",
+        "kwargs": {},
+        "conversation_keys": ["messages", "prompt"],
+        "output": str(folder / "output.txt"),
+        "weights": {},
+        "step_rewards": step_rewards,
+    }
+    return RewardFunction(settings).answers(value, {"responses": list(responses)})
+
+
+def test_a_worker_reads_steps_only_where_they_are_expected(tmp_path):
+    placed_steps = {"score": 1.5, "parts": {}, "steps": [[2, 0.5]]}
+    assert answers_of(tmp_path, "one", WITH_STEPS, True) == [placed_steps]
+    assert answers_of(tmp_path, "one", 2.0, False) == [{"score": 2.0, "parts": {}}]
+    (unexpected,) = answers_of(tmp_path, "one", WITH_STEPS, False)
+    assert unexpected["kind"] == "not a number"
+    assert unexpected["trace"].endswith("the rewards of steps: set reward.step_rewards=true")
+    (missing,) = answers_of(tmp_path, "one", 2.0, True)
+    assert missing["kind"] == "no steps"
+    assert "score.py:one returned 2.0, not a pair" in missing["trace"]
+    (wrong,) = answers_of(tmp_path, "one", (1.0, [(4, 0.5)]), True)
+    assert "score.py:one returned a step that ends after 4 characters" in wrong["trace"]
+
+
+def test_a_worker_gives_each_response_of_a_group_its_own_steps(tmp_path):
+    values = [(1.0, [(2, 0.5)]), (2.0, [(3, 1.0)])]
+    answers = answers_of(tmp_path, "group", values, True, ["ab", "abc"])
+    assert [answer["steps"] for answer in answers] == [[[2, 0.5]], [[3, 1.0]]]
+    kinds = [answer["kind"] for answer in answers_of(tmp_path, "group", values, True, ["abc"])]
+    assert kinds == ["not a list"]
 
 
 def ends_of(tokenizer, ids, steps, skip_special_tokens=True):
