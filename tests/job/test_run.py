@@ -126,8 +126,8 @@ def test_the_first_lines_say_where_a_run_begins(run, capsys):
     "settings, message",
     [
         (
-            ["trainer.test_freq=4"],
-            "trainer.test_freq=4 does nothing without data.val_files or data",
+            ["trainer.test_freq=1"],
+            "trainer.test_freq=1 does nothing without data.val_files or data",
         ),
         (["data.val_max_samples=4"], "data.val_max_samples=4 does nothing without data.val_files"),
         (

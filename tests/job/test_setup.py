@@ -238,6 +238,29 @@ BEFORE_MODELS = {
 }
 
 
+@pytest.mark.parametrize("check", ["run.check_ranks_agree", "setup.check_directories"])
+def test_a_run_begins_with_a_check_of_its_ranks_and_directories(settings, monkeypatch, check):
+    def fail(config):
+        raise InputError("they differ")
+
+    monkeypatch.setattr(f"job.{check}", fail)
+    with pytest.raises(InputError, match="they differ"):
+        Run.begin(load("sft.yaml", settings))
+
+
+@pytest.mark.parametrize(
+    "kind, setting, is_bound",
+    [("cuda", "true", True), ("cuda", "false", False), ("cpu", "true", False)],
+)
+def test_a_rank_stays_near_its_accelerator(
+    process_group, monkeypatch, capsys, kind, setting, is_bound
+):
+    monkeypatch.setattr("engines.parallel.affinity.bind", lambda device: f"near {device.type}")
+    needed = ["model.path=m", "data.train_files=t", f"trainer.numa_affinity={setting}"]
+    setup.bind_cpus(load("sft.yaml", needed), torch.device(kind))
+    assert capsys.readouterr().out == ("rank 0: near cuda\n" if is_bound else "")
+
+
 @pytest.mark.parametrize("what", BEFORE_MODELS)
 def test_a_run_checks_its_settings(settings, monkeypatch, what):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -438,9 +438,14 @@ def test_arguments_of_argparse_and_hydra_are_answered_with_the_form_to_use(argum
         (["optim.lr", "1e-5"], "optim.lr 1e-5: write optim.lr=1e-5"),
         (["optim.lr", "data.num_proc=1"], "optim.lr: write optim.lr=..."),
         (["=3"], "=3: there is no key before the ="),
+        (["--lr", "3"], "--lr: write optim.lr=3"),
+        (["--lr=", "data.num_proc=1"], "--lr=: write optim.lr=..."),
+        (["--lr", "-1"], "--lr: write optim.lr=...\n-1: --help lists the keys"),
+        (["--lr=", "-1"], "--lr=: write optim.lr=...\n-1: --help lists the keys"),
+        (["~optim.lr", "-lr"], "~optim.lr: write optim.lr=...\n-lr: write optim.lr=..."),
     ],
 )
-def test_a_pair_with_spaces_is_answered_with_the_form_to_use(arguments, message):
+def test_a_pair_with_spaces_or_dashes_is_answered_with_the_form_to_use(arguments, message):
     assert told("sft", *arguments) == f"{message}; arguments are YAML files and key=value pairs"
 
 
