@@ -8,7 +8,11 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+import preferences.settings
+import reward_models.settings
+import train_dpo
 import train_ppo
+import train_rm
 import train_sft
 from config import InputError, load
 from configs.files import SCRIPTS
@@ -200,6 +204,39 @@ def test_a_column_that_no_prompt_has_is_an_error(settings):
         grader.close()
 
 
+def write_answers(file, rows: list[dict], answer: str) -> None:
+    """Write preferences: this answer and another one, or with a label and a score instead."""
+    lines = []
+    for row in rows:
+        message = {"role": "assistant", "content": answer}
+        lines.append(json.dumps({"prompt": "1+2", "chosen": [message]} | row) + "\n")
+    file.write_text("".join(lines))
+
+
+PAIR = {"rejected": "3"}
+UNFIT_ANSWERS = {
+    "column": (PAIR, "1", ["data.tools_key=tols"], "data.tools_key=tols names no column"),
+    "label": ({"label": 1, "score": 1, "response": "1"}, "1", [], "4 of 4 rows of data.train_f"),
+    "token": (PAIR, NEW_TOKEN, [], f"data.train_files has rows with the token {NEW_TOKEN}"),
+    "length": (PAIR, "1" * 60, ["data.max_tokens_per_micro_batch=64"], "a pair"),
+}
+
+
+@pytest.mark.parametrize("script", [train_dpo, train_rm])
+@pytest.mark.parametrize("what", UNFIT_ANSWERS)
+def test_answers_that_do_not_fit_a_run_are_an_error(settings, tmp_path, script, what):
+    row, answer, pairs, message = UNFIT_ANSWERS[what]
+    if "label" in row:
+        row = row | {"chosen": None}
+    write_answers(tmp_path / "train.jsonl", [row] * 4, answer)
+    name = script.__name__.removeprefix("train_")
+    config = load(f"{name}.yaml", [*settings, *pairs])
+    check = {"dpo": preferences.settings, "rm": reward_models.settings}[name].check_settings
+    with pytest.raises(InputError) as caught:
+        script.set_up(config, check(config))
+    assert str(caught.value).startswith(message)
+
+
 @pytest.mark.parametrize("file", ["train", "val"])
 def test_a_reward_is_checked_with_a_row_of_each_file(settings, tmp_path, file):
     """Rows of val.jsonl have no answer."""
@@ -236,6 +273,34 @@ BEFORE_MODELS = {
     "assumptions": ("assume.num_gpus=8", "assume.num_gpus=8 does nothing without dry_run"),
     "loggers": ("trainer.logger=[wandb]", "wandb, which is not installed"),
 }
+
+
+PROBE = ["profiler.tool=msprobe", "trainer.profile_interval=[1,1]"]
+
+
+@pytest.mark.parametrize("kind, is_refused", [("cuda", True), ("cpu", False)])
+def test_layers_that_are_compiled_by_default_cannot_be_probed(tmp_path, kind, is_refused):
+    needed = ["model.path=m", "data.train_files=t", f"output_dir={tmp_path}"]
+    config = load("sft.yaml", [*needed, *PROBE, "engine.torch_compile=auto"])
+    arguments = (config, torch.device(kind), 3, ["train_batch"])
+    if not is_refused:
+        setup.start_profiler(*arguments).close()
+        return
+    with pytest.raises(InputError, match="sees nothing in compiled layers: set engine.torch_comp"):
+        setup.start_profiler(*arguments)
+
+
+@pytest.mark.parametrize(
+    "tool, rank, is_told", [("torch", "0", True), ("torch", "1", False), ("null", "0", False)]
+)
+def test_a_tool_that_records_nothing_is_reported_once(
+    tmp_path, monkeypatch, capsys, tool, rank, is_told
+):
+    monkeypatch.setenv("RANK", rank)
+    needed = ["model.path=m", "data.train_files=t", f"output_dir={tmp_path}"]
+    settings = [f"profiler.tool={tool}", "trainer.profile_interval=[-1,-1]"]
+    setup.start_profiler(load("sft.yaml", [*needed, *settings]), torch.device("cpu"), 3, [])
+    assert ("profiler.tool records nothing" in capsys.readouterr().out) == is_told
 
 
 @pytest.mark.parametrize("check", ["run.check_ranks_agree", "setup.check_directories"])

@@ -439,10 +439,9 @@ def test_arguments_of_argparse_and_hydra_are_answered_with_the_form_to_use(argum
         (["optim.lr", "data.num_proc=1"], "optim.lr: write optim.lr=..."),
         (["=3"], "=3: there is no key before the ="),
         (["--lr", "3"], "--lr: write optim.lr=3"),
-        (["--lr=", "data.num_proc=1"], "--lr=: write optim.lr=..."),
         (["--lr", "-1"], "--lr: write optim.lr=...\n-1: --help lists the keys"),
-        (["--lr=", "-1"], "--lr=: write optim.lr=...\n-1: --help lists the keys"),
-        (["~optim.lr", "-lr"], "~optim.lr: write optim.lr=...\n-lr: write optim.lr=..."),
+        (["--lr=2", "optim.lr"], "--lr=2: write optim.lr=2\noptim.lr: write optim.lr=..."),
+        (["~optim.lr", "optim.lr"], "~optim.lr: write optim.lr=...\noptim.lr: write optim.lr=..."),
     ],
 )
 def test_a_pair_with_spaces_or_dashes_is_answered_with_the_form_to_use(arguments, message):

@@ -54,12 +54,11 @@ def test_a_run_knows_its_settings(call, assets):
 
 
 @pytest.mark.parametrize(
-    "val, settings, message",
+    "val, message",
     [
-        ("long", [], "tokens, more than data.max_tokens_per_micro_batch=128: raise it"),
-        ("scores", [], "44 of 44 rows of data.val_files are answers with a score"),
-        ("long", ["data.tools_key=tols"], "no column of data.train_files and data.val_files"),
+        ("long", "tokens, more than data.max_tokens_per_micro_batch=128: raise it"),
+        ("scores", "44 of 44 rows of data.val_files are answers with a score"),
     ],
 )
-def test_the_rows_of_a_validation_are_checked_too(call, val, settings, message):
-    assert message in call(val, *settings)["error"]
+def test_the_rows_of_a_validation_are_checked_too(call, val, message):
+    assert message in call(val)["error"]
