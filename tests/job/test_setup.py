@@ -237,6 +237,77 @@ def test_answers_that_do_not_fit_a_run_are_an_error(settings, tmp_path, script, 
     assert str(caught.value).startswith(message)
 
 
+@pytest.fixture
+def set_up_ppo(settings, monkeypatch, tmp_path):
+    """Return a function that sets up a run of train_ppo.py, and the checks that it has called.
+
+    Checks of vLLM and of teachers do nothing.
+    """
+    called = []
+
+    def record(name):
+        return lambda *values: called.append((name, values))
+
+    for name in ("check_vllm_model", "check_rollout"):
+        monkeypatch.setattr(f"rollout.vllm.settings.{name}", record(name))
+    monkeypatch.setattr("rollout.partial.resume.check_open_groups", record("check_open_groups"))
+    monkeypatch.setattr("rl.teacher.check_rows", record("check_rows"))
+    monkeypatch.setattr("rl.models.check_conversations", record("check_conversations"))
+    monkeypatch.setattr("job.end_tokens.warn_of_end_token", record("warn_of_end_token"))
+
+    def call(*pairs: str):
+        needed = ["reward.function=exact_match", f"data.val_files={tmp_path}/train.jsonl"]
+        config = load("ppo.yaml", [*settings, *needed, *pairs])
+        grader = train_ppo.start_grader(config)
+        try:
+            return train_ppo.set_up(config, grader), called
+        finally:
+            grader.close()
+
+    return call
+
+
+def test_a_run_of_ppo_checks_its_prompts_and_knows_its_settings(set_up_ppo):
+    pairs = ["algorithm.kl_ctrl.kl_coef=0.25", "algorithm.use_kl_in_reward=true", "rollout.n=3"]
+    run, called = set_up_ppo(*pairs, "trainer.seed=5", "model.lora.rank=2")
+    checks = dict(called)
+    names = ["check_rollout", "warn_of_end_token", "check_rows", "check_conversations"]
+    assert [*checks] == [*names, "check_vllm_model", "check_open_groups"]
+    assert checks["check_rollout"] == (run.config, 1)
+    assert checks["check_rows"] == (run.config, run.train)
+    assert checks["check_conversations"] == (run.config, run.datasets())
+    assert checks["check_open_groups"][:2] == (run.config, None)
+    assert (run.steps_per_epoch, run.total_steps) == (2, 6)
+    progress = run.progress
+    assert progress.kl_coef == 0.25
+    assert progress.lora["rank"] == 2
+    assert progress.export_dtype == run.config.engine.compute_dtype
+    assert progress.tokenization["data.max_prompt_length"] == run.config.data.max_prompt_length
+    assert progress.identity["rollout.n"] == 3
+    assert progress.identity["trainer.seed"] == 5
+    assert [*run.memory_plan.roles] == ["actor"]
+
+
+def test_no_teacher_reads_the_prompts_of_a_validation(set_up_ppo):
+    pairs = ["algorithm.distill.teacher=self", "data.teacher_prompt_key=messages"]
+    run, _ = set_up_ppo(*pairs)
+    assert run.train[0].teacher_ids == run.train[0].input_ids
+    assert run.val[0].teacher_ids is None
+
+
+@pytest.mark.parametrize("num_warmup_steps, is_refused", [(5, False), (6, True)])
+def test_the_warm_up_of_a_critic_leaves_a_step_for_the_actor(
+    set_up_ppo, num_warmup_steps, is_refused
+):
+    pairs = ["algorithm.adv_estimator=gae", f"critic.warmup_steps={num_warmup_steps}"]
+    if not is_refused:
+        run, _ = set_up_ppo(*pairs)
+        assert [*run.memory_plan.roles] == ["actor", "critic"]
+        return
+    with pytest.raises(InputError, match="critic.warmup_steps=6 leaves no step for the actor"):
+        set_up_ppo(*pairs)
+
+
 @pytest.mark.parametrize("file", ["train", "val"])
 def test_a_reward_is_checked_with_a_row_of_each_file(settings, tmp_path, file):
     """Rows of val.jsonl have no answer."""

@@ -368,7 +368,9 @@ def test_vllm_gets_the_weights_that_it_lacks(make_roles, has_base, adapter, draf
     assert roles.rollout.calls == sent, "vLLM is still awake, with these weights"
 
 
-def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(make_roles, tmp_path):
+def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(
+    make_roles, monkeypatch, tmp_path
+):
     roles = make_roles(6, GAE, REFERENCE, device="cuda")
     roles.rollout = RecordingRollout({})
     roles.tokenizer = "tokenizer"
@@ -378,7 +380,9 @@ def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(make_rol
         load=lambda *values, **roles: (values, roles),
     )
     critic = {"critic": roles.critic}
+    monkeypatch.setattr(roles_module, "read_files", lambda path: [path])
     assert roles.load(checkpointer, tmp_path) == ((tmp_path, roles.actor), critic)
+    assert roles.carried_files == [tmp_path]
     roles.save(checkpointer, 3, {"step": 3})
     assert roles.rollout.calls == []
     roles.rollout.awake = True

@@ -1,5 +1,6 @@
 """What a step adds for teachers, a reference or a reward model, with numbers worked out by hand."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -136,6 +137,22 @@ def test_the_score_of_a_reward_model_is_a_part_beside_those_of_the_function(func
     own = {f"reward/{name}/mean" for name in names if name != "model"}
     assert metrics == own | {"reward/informative_groups"}
     assert scored.metrics["score/mean"] == 2.0
+
+
+@pytest.mark.parametrize("positions, max_tokens", [(50, 49), (None, 99), (200, 99)])
+def test_a_reward_model_reads_any_text_and_leaves_room_for_the_score(
+    monkeypatch, process_group, positions, max_tokens
+):
+    chat = SimpleNamespace(may_drop=False)
+    monkeypatch.setattr(scoring, "load_chat", lambda config: chat)
+    config = configure("reward.model.path=rm", "data.max_tokens_per_micro_batch=100")
+    hf_config = SimpleNamespace(max_position_embeddings=positions)
+    model = scoring.RewardModel(config, SimpleNamespace(config=config, hf_config=hf_config), [])
+    assert model.max_tokens == max_tokens
+    assert chat.may_drop, "the policy may write any character"
+    scored = model.score(make_samples([], [], []), None)
+    assert len(scored.parts["model"]) == 0
+    assert math.isnan(scored.metrics["reward/model/mean"])
 
 
 @pytest.mark.parametrize(
