@@ -289,9 +289,9 @@ def test_a_run_of_ppo_checks_its_prompts_and_knows_its_settings(set_up_ppo):
 
 
 def test_no_teacher_reads_the_prompts_of_a_validation(set_up_ppo):
-    pairs = ["algorithm.distill.teacher=self", "data.teacher_prompt_key=messages"]
+    pairs = ["algorithm.distill.teacher=self", "data.teacher_prompt_key=answer"]
     run, _ = set_up_ppo(*pairs)
-    assert run.train[0].teacher_ids == run.train[0].input_ids
+    assert run.train[0].teacher_ids not in (None, run.train[0].input_ids)
     assert run.val[0].teacher_ids is None
 
 

@@ -66,22 +66,25 @@ def test_each_of_several_teachers_has_a_mean_divergence():
 
 @pytest.mark.parametrize("has_several", [False, True])
 def test_a_teacher_sees_the_same_responses_after_its_own_prompts(has_several):
-    """Of the tokens [0 1 | 2 3] and [4 5 | 6]; the second response has an unlearned end."""
-    samples = make_samples([2, 1], [1.0, 0.0], [0, 0])
-    batch = samples.batch
-    ids = torch.cat([batch.input_ids, torch.tensor([7])])
-    fields = {"loss_mask": torch.cat([batch.fields["loss_mask"], torch.zeros(1)])}
+    """Of the tokens [0 1 | 2 3], [4 5 | 6] and [8 9], whose response has no learned token.
+
+    The second response has an end that is not learned.
+    """
+    samples = make_samples([2, 1, 1], [1.0, 0.0, 0.0], [0, 0, 0])
+    mask = torch.tensor([0, 0, 1, 1, 0, 0, 1, 0, 0, 0.0])
+    fields = {"loss_mask": mask}
     if has_several:
-        fields[NUMBER] = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0])
-    batch = replace(batch, input_ids=ids, cu_seqlens=torch.tensor([0, 4, 8]), fields=fields)
-    prompts = [Prompt([], "", {}, teacher_ids=x) for x in ([20, 21, 22], [30])]
-    samples = replace(samples, batch=batch, prompts=prompts, lengths=torch.tensor([4, 4]))
+        fields[NUMBER] = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0, 1, 1])
+    cu_seqlens = torch.tensor([0, 4, 8, 10])
+    batch = replace(samples.batch, input_ids=torch.arange(10), cu_seqlens=cu_seqlens, fields=fields)
+    prompts = [Prompt([], "", {}, teacher_ids=x) for x in ([20, 21, 22], [30], [40])]
+    samples = replace(samples, batch=batch, prompts=prompts, lengths=cu_seqlens.diff())
     seen = teacher.after_teacher_prompts(samples)
-    assert seen.batch.input_ids.tolist() == [20, 21, 22, 2, 3, 30, 6, 7]
-    assert seen.batch.fields["loss_mask"].tolist() == [0, 0, 0, 1, 1, 0, 1, 0]
-    assert seen.batch.lengths == seen.lengths.tolist() == [5, 3]
+    assert seen.batch.input_ids.tolist() == [20, 21, 22, 2, 3, 30, 6, 7, 40]
+    assert seen.batch.fields["loss_mask"].tolist() == [0, 0, 0, 1, 1, 0, 1, 0, 0]
+    assert seen.batch.lengths == seen.lengths.tolist() == [5, 3, 1]
     if has_several:
-        assert seen.batch.fields[NUMBER].tolist() == [1] * 5 + [0] * 3
+        assert seen.batch.fields[NUMBER].tolist() == [1] * 5 + [0] * 3 + [1]
     else:
         assert NUMBER not in seen.batch.fields
 
