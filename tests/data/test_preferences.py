@@ -188,8 +188,10 @@ def test_turns_that_both_answers_share_are_not_trained(tmp_path, tokenizer):
 def test_without_a_chat_template_texts_stay_texts(tmp_path):
     tokenizer = make_tokenizer(None)
     tokenizer.eos_token = "<|im_end|>"
-    rows = [FORMS["TRL, texts"], {"chosen": HH + " 5", "rejected": HH + " 6"}]
+    divided = {"prompt": HH, "chosen": " 5", "rejected": " 6"}
+    rows = [FORMS["TRL, texts"], {"chosen": HH + " 5", "rejected": HH + " 6"}, divided]
     dataset = load(tmp_path, rows, tokenizer)
+    assert texts_of(dataset, 2, tokenizer) == texts_of(dataset, 1, tokenizer)
     assert texts_of(dataset, 0, tokenizer) == [
         ("2+3?5<|im_end|>", "5<|im_end|>"),
         ("2+3?6<|im_end|>", "6<|im_end|>"),
