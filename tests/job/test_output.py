@@ -82,10 +82,10 @@ def test_the_lock_of_a_dead_process_names_the_one_that_takes_it(tmp_path):
     assert file.read_text() == ""
 
 
-def test_a_shared_directory_is_made_with_its_parents_and_may_exist(tmp_path, process_group):
+def test_a_shared_directory_is_made_with_its_parents_and_may_exist(tmp_path):
     directory = tmp_path / "runs" / "first"
     for _ in range(2):
-        output.check_shared(directory, "output_dir")
+        assert on_ranks(1, tmp_path, output.check_shared, directory, "output_dir") == [None]
         assert list(directory.iterdir()) == []
 
 

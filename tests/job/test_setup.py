@@ -388,9 +388,8 @@ def test_a_run_begins_with_a_check_of_its_ranks_and_directories(settings, monkey
     "kind, setting, is_bound",
     [("cuda", "true", True), ("cuda", "false", False), ("cpu", "true", False)],
 )
-def test_a_rank_stays_near_its_accelerator(
-    process_group, monkeypatch, capsys, kind, setting, is_bound
-):
+def test_a_rank_stays_near_its_accelerator(monkeypatch, capsys, kind, setting, is_bound):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr("engines.parallel.affinity.bind", lambda device: f"near {device.type}")
     needed = ["model.path=m", "data.train_files=t", f"trainer.numa_affinity={setting}"]
     setup.bind_cpus(load("sft.yaml", needed), torch.device(kind))
