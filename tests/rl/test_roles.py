@@ -485,3 +485,7 @@ def test_more_groups_than_a_step_needs_begin_only_if_they_may_wait(
     assert sampler.ledger.num_replicas == 2
     assert sampler.ledger.oversample == oversample
     assert sampler.ledger.limit == 4 * 8, "the groups of the steps that are left"
+    filtering = make_roles(6, *partial, "algorithm.filter_groups.enable=true")
+    filtering.rollout = roles.rollout
+    limit = filtering._start_partial([0], range, step=3).ledger.limit
+    assert limit is None, "a step may need any number of groups"

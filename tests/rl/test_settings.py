@@ -295,6 +295,7 @@ def test_contradictions_are_input_errors(what):
         [*EPISODE, "reward.overlong_buffer=2048", "data.truncation=drop"],
         ["algorithm.adv_estimator=max_rl", "reward.model.path=there", "reward.model.weight=0"],
         ["algorithm.rollout_is=icepop", "algorithm.rollout_is_threshold=0.5"],
+        ["reward.weights={a: 0}", "reward.step_rewards=true", "reward.function=my.py:f"],
         ["rollout.partial.enable=true", "rollout.partial.require_correction=false"],
         ["validation.n=4", "validation.temperature=1", VAL_FILES],
         ["validation.stop=[x]", "data.val_size=0.1"],
