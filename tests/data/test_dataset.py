@@ -163,6 +163,7 @@ def test_names_of_files(make, tokenizer_dir, tmp_path):
         "many",
         "many/*.jsonl",
         "m*y/?.jsonl",
+        "**/[12].jsonl",
         "mark.jsonl",
         "mark.json",
         "packed.jsonl.gz",

@@ -52,6 +52,17 @@ FORMS = {
         "chosen": " 5",
         "rejected": " 6",
     },
+    "Anthropic-HH, divided before the answer's name": {
+        "prompt": "\n\nHuman: 2+3?",
+        "chosen": " 5",
+        "rejected": " 6",
+    },
+    "a text before messages": {"prompt": "2+3?", "chosen": [GOOD], "rejected": [BAD]},
+    "ShareGPT in a cell of a CSV file": {
+        "conversations": json.dumps([{"from": "human", "value": "2+3?"}]),
+        "chosen": "5",
+        "rejected": "6",
+    },
     "JSON in cells of a CSV file": {
         "prompt": json.dumps([USER]),
         "chosen": json.dumps([GOOD]),
@@ -177,8 +188,10 @@ def test_turns_that_both_answers_share_are_not_trained(tmp_path, tokenizer):
 def test_without_a_chat_template_texts_stay_texts(tmp_path):
     tokenizer = make_tokenizer(None)
     tokenizer.eos_token = "<|im_end|>"
-    rows = [FORMS["TRL, texts"], {"chosen": HH + " 5", "rejected": HH + " 6"}]
+    divided = {"prompt": HH, "chosen": " 5", "rejected": " 6"}
+    rows = [FORMS["TRL, texts"], {"chosen": HH + " 5", "rejected": HH + " 6"}, divided]
     dataset = load(tmp_path, rows, tokenizer)
+    assert texts_of(dataset, 2, tokenizer) == texts_of(dataset, 1, tokenizer)
     assert texts_of(dataset, 0, tokenizer) == [
         ("2+3?5<|im_end|>", "5<|im_end|>"),
         ("2+3?6<|im_end|>", "6<|im_end|>"),
@@ -343,6 +356,10 @@ MISTAKES = {
         {"prompt": [USER, GOOD], "chosen": "5", "rejected": "6"},
         '"prompt" ends with an answer of the assistant, and "chosen" is another one',
     ),
+    "a prompt that is no chat": (
+        {"conversations": "2+3?", "chosen": "5", "rejected": "6"},
+        "\"conversations\" must be a list of messages, not '2+3?'",
+    ),
     "a label beside answers": (
         FORMS["TRL, texts"] | {"label": True},
         'the row has both "chosen" and the label "label"',
@@ -383,6 +400,24 @@ def test_a_template_that_loses_text_is_an_error_or_drops_the_pair(tmp_path, toke
     dataset = load(tmp_path, [FORMS["TRL, texts"], lossy], tokenizer, lost_fields="drop")
     assert len(dataset) == 1
     assert dataset.stats["dropped_lost_fields"] == 1
+
+
+def test_an_answer_may_begin_with_the_result_of_a_tool():
+    """Its prompt then ends with the call."""
+    call = {"function": {"name": "add", "arguments": {}}}
+    prompt = [USER, {"role": "assistant", "tool_calls": [call]}]
+    results = [{"role": "tool", "content": text} for text in ("5", "6")]
+    row = {"prompt": prompt, "chosen": [results[0], GOOD], "rejected": [results[1], BAD]}
+    preference = read_preference(row, data_options(), has_template=True)
+    context = [message | {"loss_mask": 0} for message in prompt]
+    assert preference.chosen == {"messages": [*context, results[0], GOOD]}
+    assert preference.rejected == {"messages": [*context, results[1], BAD]}
+
+
+def test_texts_of_hh_with_other_prompts_are_an_error_without_a_template():
+    row = {"chosen": f"{HH} 5", "rejected": f"{HH.replace('Hi', 'Hey')} 6"}
+    with pytest.raises(InputError, match="^chosen and rejected answer different prompts$"):
+        read_preference(row, data_options(), has_template=False)
 
 
 def test_the_prompt_of_a_row_is_not_changed():

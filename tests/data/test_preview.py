@@ -11,8 +11,10 @@ from config import InputError
 from data import preview
 from data.chat.tokenizer import ChatTokenizer
 from data.dataset import TokenDataset
-from data.preview import preview_dataset
+from data.lengths import LengthLimit
+from data.preview import preview_dataset, row_lines
 from data.prompts import PromptDataset, tokenize_prompts
+from tests.data.chat_templates import make_tokenizer
 from tests.data.test_dataset import chat, make, options, tokenizer_dir, write  # noqa: F401
 from tests.support.models import make_image_model
 
@@ -204,3 +206,22 @@ def test_images_that_cannot_be_shown_are_one_line(show, tmp_path):
     for kind, script in (("--preferences", "train_dpo.py"), ("--rewards", "train_rm.py")):
         with pytest.raises(InputError, match=f"model.images=true does not work with {script}"):
             show([row], "model.images=true", kind)
+
+
+UNUSED_ROWS = [
+    ({"error": "it is broken"}, "error: it is broken"),
+    ({"is_lost": True, "length": 9}, "a:1: dropped, because the template loses a part of it"),
+    ({"is_identical": True}, "a:1: not used: the chosen and the rejected answer are the same"),
+    ({}, "a:1: not used: the line is blank"),
+    ({"cut": True, "length": 9}, "a:1: not used: truncation to data.max_length=8 would cut an im"),
+    ({"length": 9}, "a:1: not used: 9 tokens, more than data.max_length=8"),
+    ({"length": 8}, "a:1: not used: no token is trained"),
+]
+
+
+@pytest.mark.parametrize("columns, line", UNUSED_ROWS)
+def test_the_reason_is_shown_for_a_row_that_is_not_used(columns, line):
+    row = {"input_ids": [], "length": 0, "is_lost": False} | columns
+    limit = LengthLimit("max_length", 8, "drop")
+    (shown,) = row_lines("a:1", row, ChatTokenizer(make_tokenizer()), limit)
+    assert shown.startswith(line)

@@ -5,12 +5,14 @@ import shutil
 import sys
 
 import pytest
+import torch.distributed as dist
 
-from config import load
+from config import InputError, load
 from engines.parallel.device import free_port
 from job import consistency
-from job.consistency import describe_rank, files_named_in, first_difference
+from job.consistency import check_ranks_agree, describe_rank, files_named_in, first_difference
 from tests.support.launch import LIMIT, start
+from tests.support.ranks import on_ranks
 
 
 def configure(tmp_path, *settings: str):
@@ -30,6 +32,7 @@ def test_equal_ranks_have_no_difference(tmp_path):
     assert "rankwise's rl/losses.py" in setup
     assert "rankwise's rollout/vllm/scheduler.py" in setup
     assert "rankwise's configs/ppo.yaml" in setup
+    assert "rankwise's configs/model_engine/fsdp.yaml" in setup
     assert "rankwise's train_ppo.py" in setup
     assert not any("tests/" in name for name in setup)
     assert setup["Python"] == platform.python_version().rpartition(".")[0]
@@ -93,6 +96,24 @@ def test_secrets_are_compared_but_not_shown(tmp_path, monkeypatch):
     setup = describe_rank(configure(tmp_path, pair))
     assert "abcdefgh" not in str(setup)
     assert setup["trainer.experiment_name"].startswith("secret ")
+
+
+def error_of_rank(folder, seeds: list[int]) -> str:
+    """Return the error of ranks with these seeds; "" if there is none."""
+    try:
+        check_ranks_agree(configure(folder, f"trainer.seed={seeds[dist.get_rank()]}"))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("seeds, values", [([3, 3], None), ([3, 4], "3 on rank 0, 4 on rank 1")])
+def test_all_ranks_hear_what_differs(tmp_path, seeds, values):
+    configure(tmp_path)
+    for error in on_ranks(2, tmp_path, error_of_rank, tmp_path, seeds):
+        expected = f"trainer.seed differs between ranks: {values}: start all" if values else ""
+        assert error.startswith(expected)
+        assert bool(error) == bool(values)
 
 
 @pytest.mark.slow

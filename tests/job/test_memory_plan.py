@@ -12,7 +12,7 @@ from engines.heads import Head
 from engines.memory import GIB
 from job.hardware import Hardware
 from job.heartbeat import Heartbeat, is_out_of_memory
-from job.memory_plan import MemoryPlan, candidates, parameters_on_device
+from job.memory_plan import MemoryPlan, candidates, parameters_on_device, resident_bytes
 from rl.models import role_configs
 from rollout.vllm.capacity import ASLEEP_BYTES, AwakeMemory
 from tests.support.models import make_model
@@ -190,6 +190,7 @@ def test_generation_has_a_warning_from_95_percent_of_the_device(model):
     (warning,) = make_plan(roles, num_bytes / 0.96).generation_warnings()
     assert f"generation needs about {num_bytes / GIB:.1f} GiB" in warning
     assert "set rollout.kv_cache_gib to a smaller value" in warning
+    assert warning in make_plan(roles, num_bytes / 0.96).warnings()
 
 
 def test_what_stays_on_the_device_beside_vllm_is_counted(model):
@@ -213,6 +214,33 @@ def test_the_weights_that_vllm_receives_count_twice_while_the_actor_has_them(mod
     parameters = parameters_on_device(plan.estimate("actor", plan.config))
     assert awake.weights + parameters > awake.total
     assert plan.generation_bytes() == awake.weights + parameters + ASLEEP_BYTES
+
+
+@pytest.mark.parametrize("kv_cache_gib", [1e-6, 1])
+def test_frozen_weights_that_vllm_shares_are_counted_once(model, kv_cache_gib):
+    """A small KV cache needs less than what the actor keeps beside the shared weights."""
+    pairs = ["algorithm.adv_estimator=grpo", f"rollout.kv_cache_gib={kv_cache_gib}"]
+    pairs += ["model.lora.rank=4", "engine.fsdp_size=1", "offload.parameters=false"]
+    plan = make_plan(role_configs(ppo_config(model, *pairs)), GIB)
+    awake = AwakeMemory.of(plan.config, GIB)
+    estimate = plan.estimate("actor", plan.config)
+    resident = resident_bytes(estimate)
+    assert resident >= estimate.parameters > awake.weights
+    expected = max(estimate.parameters, awake.total - awake.weights + resident)
+    assert plan.generation_bytes() == pytest.approx(expected + ASLEEP_BYTES)
+
+
+def test_parameters_in_host_memory_take_none_of_the_device(model):
+    estimate = make_plan({}, GIB).estimate(None, sft_config(model, "engine.cpu_offload=true"))
+    assert estimate.parameters > 0
+    assert parameters_on_device(estimate) == 0
+    assert resident_bytes(estimate) == 0
+
+
+def test_an_error_outside_of_steps_names_the_stage_alone(model):
+    plan = make_plan({None: sft_config(model)}, GIB)
+    expected = f"rank 1 ran out of device memory in stage start: {plan.describe()}. {plan.advice()}"
+    assert plan.explain(1, "start", None) == expected
 
 
 @pytest.mark.parametrize(

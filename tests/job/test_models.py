@@ -1,12 +1,14 @@
 """The models of a run: where they are, and rows that do not fit them."""
 
 import json
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from transformers import PretrainedConfig
 
 from config import InputError, load
 from data.dataset import TokenDataset, tokenize
@@ -123,6 +125,56 @@ def test_the_name_of_the_base_holds_on_other_machines(tmp_path, monkeypatch):
     for path, name in (("local", str(tmp_path / "local")), ("org/model", "org/model")):
         config = load("sft.yaml", [f"model.path={path}", "data.train_files=t"])
         assert models.base_name(config) == name
+
+
+@dataclass
+class Processor:
+    """A processor that differs from others by its path and by the keys that it drops."""
+
+    path: str
+    tokenizer: object = None
+    dropped: tuple = ()
+
+    def is_equivalent(self, other):
+        return ("other" in other.path, other.dropped) == ("other" in self.path, self.dropped)
+
+
+@pytest.mark.parametrize("name", ["other", "same", "model"])
+@pytest.mark.parametrize(
+    "key",
+    ["critic.path", "reference.path", "algorithm.distill.teacher", "algorithm.distill.teachers.a"],
+)
+def test_all_models_of_a_run_must_process_images_like_the_policy(monkeypatch, key, name):
+    def load_processor(config, tokenizer):
+        return Processor(config.model.path, tokenizer, config.data.drop_processor_keys)
+
+    monkeypatch.setattr("data.images.processor.Processor", Processor)
+    monkeypatch.setattr("data.images.processor.load_processor", load_processor)
+    value = f"{key}={name}"
+    if key.endswith(".a"):
+        value = f"algorithm.distill.teachers={{a: {name}}}"
+    settings = ["model.path=model", "data.train_files=t", "data.drop_processor_keys=[x]", value]
+    config = load("ppo.yaml", [*settings, "model.images=true"])
+    if name == "other":
+        message = f"^{key}=other processes images differently from model.path=model"
+        with pytest.raises(InputError, match=message):
+            models.load_processor(config, "tokenizer")
+    else:
+        assert models.load_processor(config, "tokenizer").tokenizer == "tokenizer"
+    with pytest.raises(InputError, match="keys has no effect with model.images=false"):
+        models.load_processor(load("ppo.yaml", settings), "tokenizer")
+    assert models.load_processor(load("ppo.yaml", settings[:2]), "tokenizer") is None
+
+
+@pytest.mark.parametrize("rank, is_printed", [("0", True), ("1", False)])
+@pytest.mark.parametrize("number, layers", [(1, "1 MTP layer "), (2, "2 MTP layers ")])
+def test_one_rank_says_that_mtp_layers_are_left_out(
+    monkeypatch, capsys, rank, is_printed, number, layers
+):
+    monkeypatch.setenv("RANK", rank)
+    config = load("sft.yaml", ["model.path=m", "data.train_files=t"])
+    models.report_unused_mtp(config, PretrainedConfig(num_nextn_predict_layers=number))
+    assert (f"built without its {layers}" in capsys.readouterr().out) == is_printed
 
 
 @pytest.mark.parametrize("longest, is_warned", [(64, False), (65, True)])

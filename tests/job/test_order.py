@@ -173,6 +173,13 @@ def test_a_sampler_reads_rows_lengths_and_sources(folder, tmp_path, script):
     )
 
 
+@pytest.mark.parametrize("size, shown", [(8, "0, 1, 2, 3, 4, 5, 6, 7"), (9, "4, 5, 6, 7, ...")])
+def test_up_to_eight_rows_of_a_samplers_first_batch_are_shown(folder, tmp_path, size, shown):
+    sampler = write_sampler(tmp_path, ROLLING)
+    (notice,) = order_of(folder, sampler, f"data.train_batch_size={size}").notices
+    assert notice.endswith(shown)
+
+
 def test_rows_of_dropped_lines_are_not_numbered(folder, tmp_path):
     """The rows that a sampler reads are those that it numbers."""
     rows = [{"prompt": "1" * length, "response": "2", "id": length} for length in (3, 300, 5)]
@@ -220,6 +227,18 @@ def test_a_sampler_is_identified_by_all_that_it_depends_on(folder, tmp_path):
         file.write("# changed\n")
     identities.append(order_of(folder, sampler).identity["data.sampler"])
     assert len(set(identities)) == 4
+
+
+def test_the_order_of_a_samplers_parameters_does_not_identify_it(folder, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def f(batch_size, *, a=0, b=0, **_):\n    return [a + b] * batch_size\n")
+    pairs = ["data.sampler_kwargs.b=1", "data.sampler_kwargs.a=2"]
+    first, second = (
+        order_of(folder, f"data.sampler={file}:f", *settings).identity["data.sampler"]
+        for settings in (pairs, pairs[::-1])
+    )
+    assert ", a=2, b=1, " in first
+    assert first == second
 
 
 def test_a_sampler_that_reads_the_number_of_steps_depends_on_it(folder, tmp_path):

@@ -72,6 +72,23 @@ def test_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
     assert (tmp_path / ".lock").read_text() == ""
 
 
+def test_the_lock_of_a_dead_process_names_the_one_that_takes_it(tmp_path):
+    """Even if the old record is longer than the new one."""
+    file = tmp_path / ".lock"
+    file.write_text(json.dumps({"host": HOST, "pid": 1, "since": "long ago", "note": 300 * "x"}))
+    lock = output.Lock(tmp_path)
+    assert json.loads(file.read_text())["pid"] == os.getpid()
+    lock.release()
+    assert file.read_text() == ""
+
+
+def test_a_shared_directory_is_made_with_its_parents_and_may_exist(tmp_path):
+    directory = tmp_path / "runs" / "first"
+    for _ in range(2):
+        assert on_ranks(1, tmp_path, output.check_shared, directory, "output_dir") == [None]
+        assert list(directory.iterdir()) == []
+
+
 def test_a_lock_of_another_host_holds_as_long_as_it_is_touched(tmp_path, monkeypatch):
     """As on a file system whose locks hold on one host alone."""
     monkeypatch.setattr(output, "WATCH_SECONDS", 1.0)

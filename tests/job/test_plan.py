@@ -46,6 +46,40 @@ def test_each_role_is_estimated_for_its_own_model(tmp_path, capsys):
     assert f"checkpoint of the critic: {disk.format_bytes(critic_bytes)};" in printed
 
 
+class Rows(list):
+    stats = {"rows": 3, "tokens": 7, "max_length": 4}
+
+
+@pytest.mark.parametrize("warnings, answer", [([], "fits"), (["warning"], "may run out of memory")])
+def test_the_plan_says_whether_a_run_fits_its_devices(tmp_path, capsys, warnings, answer):
+    make_model(tmp_path, "qwen3")
+    (tmp_path / "model.safetensors").unlink()
+    needed = [f"model.path={tmp_path}", "data.train_files=t", f"output_dir={tmp_path}"]
+    config = load("sft.yaml", [*needed, "dry_run=true", "model.lora.rank=4"])
+    run = SimpleNamespace(
+        named_config=config,
+        world_size=2,
+        hardware=Hardware(2, "cuda", 80 * GIB),
+        memory_plan=SimpleNamespace(warnings=lambda: warnings, describe=lambda: "80 GiB"),
+        train=[],
+        chat_tokenizer=lambda: ChatTokenizer(make_tokenizer()),
+        val=Rows("abc"),
+        total_steps=8,
+        resume_from=None,
+    )
+    print_plan(run, {"actor": config, "reference": config})
+    lines = capsys.readouterr().out.splitlines()
+    assert "layout: 2 ranks on cuda with 80.0 GiB each = 2 data-parallel" in lines
+    assert "val: 3 rows with 7 tokens; the longest row has 4 tokens" in lines
+    assert "steps: 8" in lines
+    assert lines[-1] == f"this run {answer}: 80 GiB"
+    frozen = [number for number, line in enumerate(lines) if "for the reference [GiB]" in line]
+    stored = [number for number, line in enumerate(lines) if line.startswith("checkpoint of the")]
+    assert len(frozen) == len(stored) == 1, "the reference is in no checkpoint"
+    assert stored < frozen
+    assert len([line for line in lines if line.startswith(f"weights: {tmp_path} has none")]) == 2
+
+
 @pytest.mark.parametrize(
     "num_bytes, settings, weights",
     [

@@ -8,7 +8,7 @@ import pytest
 from config import InputError, load
 from data import dataset, preference_dataset, prompts, reward_dataset
 from engines.model.model_files import fingerprint
-from job.progress import Progress, identify, identify_adapters, identify_tokens
+from job.progress import Progress, adapter, identify, identify_adapters, identify_tokens
 from job.resume import IDENTITY_OF_REFERENCE, choose_checkpoint, find_resume
 from tests.support.models import make_model
 
@@ -175,6 +175,25 @@ def test_adapters_belong_to_the_weights_of_the_actor_and_of_the_critic(tmp_path)
     assert identity["frozen weights of the critic"] == fingerprint(critic)
 
 
+def test_adapters_are_identified_by_their_settings_and_exported_with_their_base(
+    tmp_path, monkeypatch
+):
+    make_model(tmp_path / "model", "qwen3", num_hidden_layers=1)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    monkeypatch.chdir(tmp_path)
+    needed = ["model.path=model", "data.train_files=t", "dry_run=true", "model.lora.rank=2"]
+    changes = ["rank=3", "alpha=5", "target_modules=[q_proj]", "exclude_modules=[k_proj]"]
+    identities = set()
+    for pairs in ([], *([f"model.lora.{change}"] for change in changes)):
+        config = load("sft.yaml", [*needed, *pairs])
+        assert identify_adapters(config).keys() == {"model.lora"}, "there are no weights"
+        identities.add(identify_adapters(config)["model.lora"])
+    assert len(identities) == 5
+    exported = adapter(config, "org/model")
+    assert (exported["base"], exported["base_name"]) == (str(tmp_path / "model"), "org/model")
+    assert exported["rank"] == 2
+
+
 @pytest.mark.parametrize("old, new", [("a", "a"), ("a", None), (None, "b")])
 def test_a_run_may_start_and_stop_using_a_reference(tmp_path, old, new):
     identity = {"trainer.seed": 0}
@@ -233,6 +252,8 @@ def test_every_setting_that_changes_tokens_can_explain_a_difference(script, modu
     identified = identify_tokens(config, module.OPTIONS)
     assert {f"data.{name}" for name in module.OPTIONS} < identified.keys()
     assert identified["data.val_size"] == 0.1
+    assert identified["data.train_max_samples"] == -1
+    assert identified["data.chat_template"] is None
     assert json.loads(json.dumps(identified)) == identified
 
 

@@ -126,8 +126,8 @@ def test_the_first_lines_say_where_a_run_begins(run, capsys):
     "settings, message",
     [
         (
-            ["trainer.test_freq=4"],
-            "trainer.test_freq=4 does nothing without data.val_files or data",
+            ["trainer.test_freq=1"],
+            "trainer.test_freq=1 does nothing without data.val_files or data",
         ),
         (["data.val_max_samples=4"], "data.val_max_samples=4 does nothing without data.val_files"),
         (
@@ -192,15 +192,30 @@ def test_the_last_line_says_how_a_run_ended(own_signals, tmp_path, capsys, step,
 
 
 @pytest.mark.parametrize(
-    "step, pairs",
-    [(10, []), (9, []), (4, ["data.val_files=v", "trainer.val_only=true"])],
+    "step, pairs, last_line",
+    [
+        (10, [], "model: {out}/hf"),
+        (10, ["model.lora.rank=4"], "adapter: {out}/hf"),
+        (9, [], "stopped by a signal after step 9; the same command continues from there"),
+        (
+            4,
+            ["data.val_files=v", "trainer.val_only=true"],
+            "validated the model; nothing was trained (trainer.val_only=true)",
+        ),
+    ],
 )
-def test_the_logs_are_closed_however_a_run_ends(own_signals, tmp_path, step, pairs):
+def test_the_logs_are_closed_however_a_run_ends(
+    own_signals, tmp_path, capsys, step, pairs, last_line
+):
     run = make_run(tmp_path, *pairs, "trainer.report=false", step=step, script="ppo.yaml")
     run.start("1 row")
     assert not run.tracker.bar.disable
     run.close()
     assert run.tracker.bar.disable, "the progress bar is still open"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == last_line.format(out=tmp_path)
+    has_checkpoints = any(line.startswith("checkpoints: ") for line in lines)
+    assert has_checkpoints == ("validated" not in last_line)
 
 
 def test_logs_and_configuration_name_models_as_the_user_does(run, monkeypatch, tmp_path):

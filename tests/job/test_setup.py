@@ -8,7 +8,11 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+import preferences.settings
+import reward_models.settings
+import train_dpo
 import train_ppo
+import train_rm
 import train_sft
 from config import InputError, load
 from configs.files import SCRIPTS
@@ -200,6 +204,110 @@ def test_a_column_that_no_prompt_has_is_an_error(settings):
         grader.close()
 
 
+def write_answers(file, rows: list[dict], answer: str) -> None:
+    """Write preferences: this answer and another one, or with a label and a score instead."""
+    lines = []
+    for row in rows:
+        message = {"role": "assistant", "content": answer}
+        lines.append(json.dumps({"prompt": "1+2", "chosen": [message]} | row) + "\n")
+    file.write_text("".join(lines))
+
+
+PAIR = {"rejected": "3"}
+UNFIT_ANSWERS = {
+    "column": (PAIR, "1", ["data.tools_key=tols"], "data.tools_key=tols names no column"),
+    "label": ({"label": 1, "score": 1, "response": "1"}, "1", [], "4 of 4 rows of data.train_f"),
+    "token": (PAIR, NEW_TOKEN, [], f"data.train_files has rows with the token {NEW_TOKEN}"),
+    "length": (PAIR, "1" * 60, ["data.max_tokens_per_micro_batch=64"], "a pair"),
+}
+
+
+@pytest.mark.parametrize("script", [train_dpo, train_rm])
+@pytest.mark.parametrize("what", UNFIT_ANSWERS)
+def test_answers_that_do_not_fit_a_run_are_an_error(settings, tmp_path, script, what):
+    row, answer, pairs, message = UNFIT_ANSWERS[what]
+    if "label" in row:
+        row = row | {"chosen": None}
+    write_answers(tmp_path / "train.jsonl", [row] * 4, answer)
+    name = script.__name__.removeprefix("train_")
+    config = load(f"{name}.yaml", [*settings, *pairs])
+    check = {"dpo": preferences.settings, "rm": reward_models.settings}[name].check_settings
+    with pytest.raises(InputError) as caught:
+        script.set_up(config, check(config))
+    assert str(caught.value).startswith(message)
+
+
+@pytest.fixture
+def set_up_ppo(settings, monkeypatch, tmp_path):
+    """Return a function that sets up a run of train_ppo.py, and the checks that it has called.
+
+    Checks of vLLM and of teachers do nothing.
+    """
+    called = []
+
+    def record(name):
+        return lambda *values: called.append((name, values))
+
+    for name in ("check_vllm_model", "check_rollout"):
+        monkeypatch.setattr(f"rollout.vllm.settings.{name}", record(name))
+    monkeypatch.setattr("rollout.partial.resume.check_open_groups", record("check_open_groups"))
+    monkeypatch.setattr("rl.teacher.check_rows", record("check_rows"))
+    monkeypatch.setattr("rl.models.check_conversations", record("check_conversations"))
+    monkeypatch.setattr("job.end_tokens.warn_of_end_token", record("warn_of_end_token"))
+
+    def call(*pairs: str):
+        needed = ["reward.function=exact_match", f"data.val_files={tmp_path}/train.jsonl"]
+        config = load("ppo.yaml", [*settings, *needed, *pairs])
+        grader = train_ppo.start_grader(config)
+        try:
+            return train_ppo.set_up(config, grader), called
+        finally:
+            grader.close()
+
+    return call
+
+
+def test_a_run_of_ppo_checks_its_prompts_and_knows_its_settings(set_up_ppo):
+    pairs = ["algorithm.kl_ctrl.kl_coef=0.25", "algorithm.use_kl_in_reward=true", "rollout.n=3"]
+    run, called = set_up_ppo(*pairs, "trainer.seed=5", "model.lora.rank=2")
+    checks = dict(called)
+    names = ["check_rollout", "warn_of_end_token", "check_rows", "check_conversations"]
+    assert [*checks] == [*names, "check_vllm_model", "check_open_groups"]
+    assert checks["check_rollout"] == (run.config, 1)
+    assert checks["check_rows"] == (run.config, run.train)
+    assert checks["check_conversations"] == (run.config, run.datasets())
+    assert checks["check_open_groups"][:2] == (run.config, None)
+    assert (run.steps_per_epoch, run.total_steps) == (2, 6)
+    progress = run.progress
+    assert progress.kl_coef == 0.25
+    assert progress.lora["rank"] == 2
+    assert progress.export_dtype == run.config.engine.compute_dtype
+    assert progress.tokenization["data.max_prompt_length"] == run.config.data.max_prompt_length
+    assert progress.identity["rollout.n"] == 3
+    assert progress.identity["trainer.seed"] == 5
+    assert [*run.memory_plan.roles] == ["actor"]
+
+
+def test_no_teacher_reads_the_prompts_of_a_validation(set_up_ppo):
+    pairs = ["algorithm.distill.teacher=self", "data.teacher_prompt_key=answer"]
+    run, _ = set_up_ppo(*pairs)
+    assert run.train[0].teacher_ids not in (None, run.train[0].input_ids)
+    assert run.val[0].teacher_ids is None
+
+
+@pytest.mark.parametrize("num_warmup_steps, is_refused", [(5, False), (6, True)])
+def test_the_warm_up_of_a_critic_leaves_a_step_for_the_actor(
+    set_up_ppo, num_warmup_steps, is_refused
+):
+    pairs = ["algorithm.adv_estimator=gae", f"critic.warmup_steps={num_warmup_steps}"]
+    if not is_refused:
+        run, _ = set_up_ppo(*pairs)
+        assert [*run.memory_plan.roles] == ["actor", "critic"]
+        return
+    with pytest.raises(InputError, match="critic.warmup_steps=6 leaves no step for the actor"):
+        set_up_ppo(*pairs)
+
+
 @pytest.mark.parametrize("file", ["train", "val"])
 def test_a_reward_is_checked_with_a_row_of_each_file(settings, tmp_path, file):
     """Rows of val.jsonl have no answer."""
@@ -236,6 +344,56 @@ BEFORE_MODELS = {
     "assumptions": ("assume.num_gpus=8", "assume.num_gpus=8 does nothing without dry_run"),
     "loggers": ("trainer.logger=[wandb]", "wandb, which is not installed"),
 }
+
+
+PROBE = ["profiler.tool=msprobe", "trainer.profile_interval=[1,1]"]
+
+
+@pytest.mark.parametrize("kind, is_refused", [("cuda", True), ("cpu", False)])
+def test_layers_that_are_compiled_by_default_cannot_be_probed(tmp_path, kind, is_refused):
+    needed = ["model.path=m", "data.train_files=t", f"output_dir={tmp_path}"]
+    config = load("sft.yaml", [*needed, *PROBE, "engine.torch_compile=auto"])
+    arguments = (config, torch.device(kind), 3, ["train_batch"])
+    if not is_refused:
+        setup.start_profiler(*arguments).close()
+        return
+    with pytest.raises(InputError, match="sees nothing in compiled layers: set engine.torch_comp"):
+        setup.start_profiler(*arguments)
+
+
+@pytest.mark.parametrize(
+    "tool, rank, is_told", [("torch", "0", True), ("torch", "1", False), ("null", "0", False)]
+)
+def test_a_tool_that_records_nothing_is_reported_once(
+    tmp_path, monkeypatch, capsys, tool, rank, is_told
+):
+    monkeypatch.setenv("RANK", rank)
+    needed = ["model.path=m", "data.train_files=t", f"output_dir={tmp_path}"]
+    settings = [f"profiler.tool={tool}", "trainer.profile_interval=[-1,-1]"]
+    setup.start_profiler(load("sft.yaml", [*needed, *settings]), torch.device("cpu"), 3, [])
+    assert ("profiler.tool records nothing" in capsys.readouterr().out) == is_told
+
+
+@pytest.mark.parametrize("check", ["run.check_ranks_agree", "setup.check_directories"])
+def test_a_run_begins_with_a_check_of_its_ranks_and_directories(settings, monkeypatch, check):
+    def fail(config):
+        raise InputError("they differ")
+
+    monkeypatch.setattr(f"job.{check}", fail)
+    with pytest.raises(InputError, match="they differ"):
+        Run.begin(load("sft.yaml", settings))
+
+
+@pytest.mark.parametrize(
+    "kind, setting, is_bound",
+    [("cuda", "true", True), ("cuda", "false", False), ("cpu", "true", False)],
+)
+def test_a_rank_stays_near_its_accelerator(monkeypatch, capsys, kind, setting, is_bound):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr("engines.parallel.affinity.bind", lambda device: f"near {device.type}")
+    needed = ["model.path=m", "data.train_files=t", f"trainer.numa_affinity={setting}"]
+    setup.bind_cpus(load("sft.yaml", needed), torch.device(kind))
+    assert capsys.readouterr().out == ("rank 0: near cuda\n" if is_bound else "")
 
 
 @pytest.mark.parametrize("what", BEFORE_MODELS)

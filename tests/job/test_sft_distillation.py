@@ -255,6 +255,57 @@ def test_a_teacher_is_checked_before_its_weights_are_read(models, engine):
         check_models(config, 1)
 
 
+ROWS = {"student": 8, "teacher": 6}  # in the embedding
+
+
+class StubEngine:
+    """An engine that computes nothing. Its model's path names its role."""
+
+    def __init__(self, config, device, num_steps, **options):
+        self.built = (Path(config.model.path).name, device, num_steps, options)
+        self.device = "its device"
+        self.head = SimpleNamespace(vocab_size=ROWS[self.built[0]])
+
+    @staticmethod
+    def check(config, world_size):
+        if not Path(config.model.path).exists():
+            raise InputError(f"model.path={config.model.path} is not there")
+        return SimpleNamespace(vocab_size=ROWS[Path(config.model.path).name])
+
+
+@pytest.mark.parametrize(
+    "settings, has_teacher, message",
+    [
+        (["distill.fsdp_size=3"], True, "distill.fsdp_size=3 does not divide the number of ranks"),
+        (["distill.top_k=7"], True, "distill.top_k=7 is more than the 6 tokens of the vocabulary"),
+        (["distill.top_k=6"], True, "distill.teacher={teacher} has 6 tokens and model.path="),
+        ([], False, "distill.teacher={teacher} is not there"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_a_mistake(
+    tmp_path, monkeypatch, settings, has_teacher, message
+):
+    monkeypatch.setattr("job.distillation.engine_class", lambda name: StubEngine)
+    (tmp_path / "student").mkdir()
+    if has_teacher:
+        (tmp_path / "teacher").mkdir()
+    teacher = tmp_path / "teacher"
+    config = configure(f"distill.teacher={teacher}", *settings, path=tmp_path / "student")
+    with pytest.raises(InputError) as caught:
+        check_models(config, 4)
+    assert str(caught.value).startswith(message.format(teacher=teacher))
+
+
+def test_a_teacher_is_built_frozen_from_its_own_model(monkeypatch):
+    monkeypatch.setattr("job.distillation.engine_class", lambda name: StubEngine)
+    config = configure("distill.teacher=teacher", path="student")
+    student = StubEngine(config, "cpu", 7)
+    teachers = build_teachers(config, student, 7)
+    assert teachers.engine.built == ("teacher", "its device", 7, {"optimize": False})
+    assert teachers.num_tokens == 6
+    assert build_teachers(configure(path="student"), student, 7) is None
+
+
 # -- runs ------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """What a run shows of itself while it goes on: console, tensorboard, wandb."""
 
 import json
+import math
 import os
 import re
 import sys
@@ -192,7 +193,7 @@ def test_wandb_hears_of_the_run_without_its_secrets(tmp_path, monkeypatch):
     begun = []
     ended = []
     monkeypatch.setattr("wandb.init", lambda **options: begun.append(options))
-    monkeypatch.setattr("wandb.log", lambda values, **_: ended.append([*values]))
+    monkeypatch.setattr("wandb.log", lambda values, **step: ended.append(([*values], step)))
     monkeypatch.setattr("wandb.finish", lambda: ended.append("finish"))
     settings = ["trainer.logger=[wandb]", "trainer.project_name=mine"]
     settings.append("trainer.experiment_name=first")
@@ -204,9 +205,11 @@ def test_wandb_hears_of_the_run_without_its_secrets(tmp_path, monkeypatch):
     assert (options["project"], options["name"]) == ("mine", "first")
     assert options["config"]["output_dir"] == str(tmp_path)
     assert "a secret of mine" not in str(options["config"])
-    tracker.log(1, {"train/loss": 1.0})
+    tracker.log(4, {"train/loss": 1.0})
+    tracker.log_samples(5, ROWS)
     tracker.close()
-    assert ended == [["train/loss"], ["report"], "finish"]
+    logged = [(["train/loss"], {"step": 4}), (["val/samples"], {"step": 5}), (["report"], {})]
+    assert ended == [*logged, "finish"]
 
 
 def test_equal_rewards_are_named_once_until_they_differ(tmp_path, capsys):
@@ -331,6 +334,26 @@ def test_metrics_have_one_object_per_step(tmp_path):
     assert second["score/mean"] == 1.0
     assert second["timing/save"] == 3.0
     assert third == {"step": 3, "timing/save": 4.0}
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    tracker = tracking.Tracker(configure(tmp_path), 0, 0, 1)
+    tracker.log(1, {"a": math.nan, "b": math.inf, "c": 0.0})
+    tracker.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert line == '{"step": 1, "a": null, "b": null, "c": 0.0}'
+
+
+@pytest.mark.parametrize("rank, num_rows", [(0, 4), (1, 0)])
+def test_one_rank_shows_the_first_four_samples(tmp_path, capsys, rank, num_rows):
+    settings = ["trainer.logger=[console]", "trainer.report=false"]
+    tracker = tracking.Tracker(configure(tmp_path, *settings), rank, 0, 1)
+    tracker.log_samples(1, [])
+    tracker.log_samples(1, [{"response": f"answer {number}"} for number in range(6)])
+    tracker.close()
+    output = capsys.readouterr().out
+    assert [number for number in range(6) if f"answer {number}" in output] == [*range(num_rows)]
+    assert not (tmp_path / "report.png").exists()
 
 
 def test_a_validation_of_an_earlier_step_moves_no_line(tmp_path):

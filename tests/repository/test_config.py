@@ -438,9 +438,13 @@ def test_arguments_of_argparse_and_hydra_are_answered_with_the_form_to_use(argum
         (["optim.lr", "1e-5"], "optim.lr 1e-5: write optim.lr=1e-5"),
         (["optim.lr", "data.num_proc=1"], "optim.lr: write optim.lr=..."),
         (["=3"], "=3: there is no key before the ="),
+        (["--lr", "3"], "--lr: write optim.lr=3"),
+        (["--lr", "-1"], "--lr: write optim.lr=...\n-1: --help lists the keys"),
+        (["--lr=2", "optim.lr"], "--lr=2: write optim.lr=2\noptim.lr: write optim.lr=..."),
+        (["~optim.lr", "optim.lr"], "~optim.lr: write optim.lr=...\noptim.lr: write optim.lr=..."),
     ],
 )
-def test_a_pair_with_spaces_is_answered_with_the_form_to_use(arguments, message):
+def test_a_pair_with_spaces_or_dashes_is_answered_with_the_form_to_use(arguments, message):
     assert told("sft", *arguments) == f"{message}; arguments are YAML files and key=value pairs"
 
 
@@ -686,7 +690,7 @@ def test_an_error_is_one_line_a_node_and_exit_code_2(monkeypatch, capsys, rank, 
         ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
         ({"RANK": "0", "MASTER_PORT": "http"}, "MASTER_PORT='http' must be a whole number"),
         ({"RANK": "0", "MASTER_PORT": "70000"}, "MASTER_PORT=70000 must be at most 65535"),
-        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"}, None),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "65535"}, None),
         ({}, None),
     ],
 )

@@ -311,10 +311,15 @@ def test_failures_are_reported_with_those_of_earlier_draws_of_the_step():
         return None, samples
 
     sampler.draw = draw
+    sampler.end_step = lambda version: {"partial/version": version}
+    sampler.ledger = SimpleNamespace(next_group=7)
     reports = []
+    config = configure("data.train_batch_size=3")
     source = PartialSource(
-        configure(), sampler, None, lambda *report: reports.append(report[1:]), 0, Profiler()
+        config, sampler, None, lambda *report: reports.append(report[1:]), 5, Profiler()
     )
     for first_group in (0, 2):
         source.draw(2, first_group)
     assert reports == [(4, 0), (8, 2)]
+    assert source.end_step() == {"partial/version": 5}
+    assert source.batch_index == 2, "the batch of the seventh group begins again"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from config import InputError
-from rl.estimation import next_kl_coef
+from rl.estimation import next_kl_coef, set_advantages
 from tests.algorithms.test_algorithms import BY_FORMULA, PARTS, WEIGHTS, Estimate, K
 from tests.support.samples import (
     DIVERGENCES,
@@ -16,6 +16,7 @@ from tests.support.samples import (
     failure,
     make_samples,
     on_responses,
+    whole,
 )
 
 GAE = "algorithm.adv_estimator=gae"
@@ -141,6 +142,15 @@ def test_metrics_of_advantages_and_returns(name):
         reported = [metrics[f"critic/{quantity}/{kind}"] for kind in ("mean", "max", "min")]
         expected = [sum(values) / len(values), max(values), min(values)]
         assert reported == pytest.approx(expected, abs=1e-6), quantity
+
+
+def test_a_step_reports_the_metrics_of_its_draws_and_of_its_plans():
+    samples = replace(make_samples([1, 2], [1, 0], [0, 0]), metrics={"rollout/draws": 2.0})
+    share = whole(samples)
+    share.plans[0].metrics["perf/plan_efficiency"] = 0.5
+    metrics = set_advantages(configure(), samples, share, 0.0)
+    assert metrics["rollout/draws"] == 2.0
+    assert metrics["perf/plan_efficiency"] == 0.5
 
 
 @pytest.mark.parametrize("largest", [0.001, 1.0, 1000.0])

@@ -178,6 +178,31 @@ def finish(tmp_path, monkeypatch, samples, *more, before=lambda run: None):
     return run, roles
 
 
+class Prompts(list):
+    """The rows of a data set, of which a later one has a column more than the first."""
+
+    uses = [{"columns": {"prompt": 2}, "other_columns": {"answer": 1}}]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_grader_checks_the_first_row_of_each_data_set(capsys, rank):
+    """With the columns of all rows. Rank 0 prints what it says, once."""
+    checked = []
+
+    def check(row, columns):
+        checked.append((row, columns))
+        return {"a": "same", "b": "same", "c": ""}[row]
+
+    grader = SimpleNamespace(check=check)
+    later = SimpleNamespace(row="later")
+    rows = {name: Prompts([SimpleNamespace(row=name), later]) for name in "abc"}
+    for train, val, printed in (("a", "b", "same\n"), ("c", None, "")):
+        run = SimpleNamespace(train=rows[train], val=rows.get(val), rank=rank)
+        train_ppo.check_first_rows(run, grader)
+        assert capsys.readouterr().out == (printed if rank == 0 else "")
+    assert checked == [(row, {"prompt", "answer"}) for row in "abc"]
+
+
 def test_the_heartbeat_hears_of_every_stage(finished):
     run, _ = finished
     names = ["wake", "rollout_generate"]

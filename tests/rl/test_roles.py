@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -367,7 +368,9 @@ def test_vllm_gets_the_weights_that_it_lacks(make_roles, has_base, adapter, draf
     assert roles.rollout.calls == sent, "vLLM is still awake, with these weights"
 
 
-def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(make_roles, tmp_path):
+def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(
+    make_roles, monkeypatch, tmp_path
+):
     roles = make_roles(6, GAE, REFERENCE, device="cuda")
     roles.rollout = RecordingRollout({})
     roles.tokenizer = "tokenizer"
@@ -377,7 +380,9 @@ def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(make_rol
         load=lambda *values, **roles: (values, roles),
     )
     critic = {"critic": roles.critic}
+    monkeypatch.setattr(roles_module, "read_files", lambda path: [path])
     assert roles.load(checkpointer, tmp_path) == ((tmp_path, roles.actor), critic)
+    assert roles.carried_files == [tmp_path]
     roles.save(checkpointer, 3, {"step": 3})
     assert roles.rollout.calls == []
     roles.rollout.awake = True
@@ -386,9 +391,55 @@ def test_checkpoints_hold_the_trained_engines_and_vllm_sleeps_meanwhile(make_rol
     assert calls == [((n, roles.actor, {"step": n}, "tokenizer", {}), critic) for n in (3, 4)]
     for engine in (roles.actor, roles.critic):
         engine.onload()
+    roles.sampler = SimpleNamespace(close=lambda: roles.rollout.calls.append("sampler"))
     roles.close()
     assert roles.actor.on_device == roles.critic.on_device == set()
-    assert roles.rollout.calls == ["sleep", "shutdown"]
+    assert roles.rollout.calls == ["sleep", "sampler", "shutdown"]
+
+
+def test_vllm_is_built_while_no_trained_engine_is_on_the_device(make_roles, monkeypatch):
+    """A checkpoint has moved them there. One that is built already is kept."""
+    settings = ["reward.max_failure_rate=0.5", "reward.skip_special_tokens=false"]
+    roles = make_roles(6, GAE, *settings, device="cuda")
+    engines = {"actor": roles.actor, "critic": roles.critic}
+    for engine in engines.values():
+        engine.onload()
+    built = []
+
+    def build(config, device):
+        built.append({role: set(engine.on_device) for role, engine in engines.items()})
+        return "vLLM"
+
+    monkeypatch.setattr(roles_module, "Rollout", build)
+    for _ in range(2):
+        roles.start_rollout()
+        assert built == [{"actor": set(), "critic": set()}]
+    assert roles.sampler.rollout == "vLLM"
+    assert roles.sampler.max_failure_rate == 0.5
+    assert not roles.sampler.skip_special_tokens
+
+
+def test_a_reward_model_scores_a_validation_while_vllm_sleeps(make_roles, monkeypatch, tmp_path):
+    """Its scores are a part, and are not added to those of the function."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    roles = make_roles(6, f"output_dir={tmp_path}")
+    roles.rollout = RecordingRollout({"actor": roles.actor})
+    draw = make_samples([2], [1.0], [0])
+    scored = replace(draw, parts={"model": torch.tensor([3.0])})
+    roles.sampler = SimpleNamespace(draw=lambda *values: draw)
+
+    def score(samples, group):
+        roles.rollout.calls.append("score")
+        assert samples is draw
+        return scored
+
+    roles.reward_model = SimpleNamespace(engine=None, score=score)
+    assert roles.validate([0], step=1) is scored
+    assert roles.rollout.calls == ["sleep", "score"]
+    assert roles.score(draw).scores.tolist() == [4.0]
+    draw.parts["model"] = torch.tensor([1.0])
+    with pytest.raises(InputError, match='returns a part named "model"'):
+        roles.score(draw)
 
 
 def test_what_a_step_and_a_validation_ask_the_sampler_for(make_roles, monkeypatch, tmp_path):
@@ -434,3 +485,7 @@ def test_more_groups_than_a_step_needs_begin_only_if_they_may_wait(
     assert sampler.ledger.num_replicas == 2
     assert sampler.ledger.oversample == oversample
     assert sampler.ledger.limit == 4 * 8, "the groups of the steps that are left"
+    filtering = make_roles(6, *partial, "algorithm.filter_groups.enable=true")
+    filtering.rollout = roles.rollout
+    limit = filtering._start_partial([0], range, step=3).ledger.limit
+    assert limit is None, "a step may need any number of groups"

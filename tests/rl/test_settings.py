@@ -20,6 +20,7 @@ VAL_FILES = "data.val_files=there"
 FILTER = "algorithm.filter_groups.enable=true"
 
 PARTIAL = ["rollout.partial.enable=true", "algorithm.rollout_is=token"]
+EPISODE = ["rollout.episode=my.py:play", "rollout.max_episode_tokens=2048"]
 CONTRADICTIONS = {
     "a mini-batch that does not divide": (
         ["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=3"],
@@ -210,6 +211,44 @@ CONTRADICTIONS = {
         )
         for side in ("left", "right")
     },
+    **{
+        f"{setting}, which an episode does not read": (
+            [*EPISODE, setting],
+            f"{setting} does nothing with rollout.episode=my.py:play, which gives the reward",
+        )
+        for setting in (
+            "reward.function=none",
+            "reward.kwargs={'a': 'b'}",
+            "reward.num_workers=2",
+            "reward.timeout=9.0",
+            "reward.concurrency=2",
+            "reward.skip_special_tokens=False",
+        )
+    },
+    "an episode without a limit": (
+        ["rollout.episode=my.py:play", "data.max_prompt_length=50", "rollout.max_tokens=60"],
+        "A single turn takes up to 110 tokens",
+    ),
+    "images for an episode": (
+        [*EPISODE, "model.images=true"],
+        "rollout.episode=my.py:play does not work with model.images=true yet",
+    ),
+    "a buffer longer than an episode": (
+        [*EPISODE, "reward.overlong_buffer=2049"],
+        "is more than rollout.max_episode_tokens=2048",
+    ),
+    "a negative score for max_rl": (
+        [*EPISODE, "algorithm.adv_estimator=max_rl", "rollout.limit_score=-1.0"],
+        "rollout.limit_score=-1.0 does not work with algorithm.adv_estimator=max_rl",
+    ),
+    "responses that continue and are drafted by the model": (
+        [*PARTIAL, "model.mtp.enable=true", "model.mtp.enable_rollout=true"],
+        "does not work with model.mtp.enable_rollout: drafts",
+    ),
+    "two equal responses of a validation": (
+        ["validation.n=2", VAL_FILES],
+        "validation.n=2 with validation.temperature=0 generates equal responses",
+    ),
     "responses longer than a micro-batch": (
         [
             "data.max_prompt_length=50",
@@ -251,7 +290,12 @@ def test_contradictions_are_input_errors(what):
         [FILTER, "rollout.n=2"],
         PARTIAL,
         [*PARTIAL, "rollout.stop=[x]"],
-        [*PARTIAL, "rollout.episode=my.py:play", "rollout.max_episode_tokens=2048"],
+        [*PARTIAL, *EPISODE],
+        [*EPISODE, "algorithm.adv_estimator=max_rl", "rollout.limit_score=0.0"],
+        [*EPISODE, "reward.overlong_buffer=2048", "data.truncation=drop"],
+        ["algorithm.adv_estimator=max_rl", "reward.model.path=there", "reward.model.weight=0"],
+        ["algorithm.rollout_is=icepop", "algorithm.rollout_is_threshold=0.5"],
+        ["reward.weights={a: 0}", "reward.step_rewards=true", "reward.function=my.py:f"],
         ["rollout.partial.enable=true", "rollout.partial.require_correction=false"],
         ["validation.n=4", "validation.temperature=1", VAL_FILES],
         ["validation.stop=[x]", "data.val_size=0.1"],

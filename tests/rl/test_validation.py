@@ -1,6 +1,9 @@
 """Metrics of a validation."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from rl.validation import validation_metrics
 from tests.support.samples import (
@@ -51,3 +54,25 @@ def test_validation_shows_the_metrics_of_episodes():
     assert shown["val/episodes/turns"] == 2.5
     assert shown["val/episodes/limited"] == 0.25
     assert "val/episodes/tool_calls" not in shown
+
+
+def test_a_validation_shows_parts_and_the_score_of_a_reward_model():
+    samples = make_samples([1, 2, 4], [0, 1, 1], [0, 0, 0])
+    parts = {"right": torch.tensor([0.0, 1.0, 0.5]), "model": torch.tensor([9.0, 9.0, 9.0])}
+    samples.parts.update(parts)
+    with_model = replace(samples, metrics={"reward/model/mean": 2.5})
+    metrics = validation_metrics(with_model, "my.py:f", 4)
+    assert metrics == pytest.approx(
+        {
+            "val/f": 2 / 3,
+            "val/f/mean@4": 2 / 3,
+            "val/f/right": 0.5,
+            "val/reward_model": 2.5,
+            "val/response_length": 7 / 3,
+            "val/truncated": 1 / 3,
+            "val/failures": 0,
+        }
+    ), "no prompt has four responses"
+    of_function = validation_metrics(samples, "my.py:f", 1)
+    assert of_function["val/f/model"] == 9, "a part of the function's own"
+    assert "val/reward_model" not in of_function
