@@ -5,21 +5,17 @@ The tokens of the responses are made by hand; vLLM draws them in test_rollout_sa
 
 import math
 from contextlib import closing
-from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
 from config import load
 from data.prompts import Prompt, PromptDataset
 from examples.arithmetic import make_tokenizer
-from profiling import Profiler
 from rollout.drawing import (
     Assignment,
     Generation,
@@ -34,7 +30,6 @@ from rollout.grading.grader import Failure, Grader, Result, Reward
 from rollout.responses import Responses
 from rollout.samples import Samples
 from rollout.vllm.sampling import request_seed
-from tests.rollout.scripted_vllm import ScriptedRollout, whole_response
 from tests.support.ranks import on_ranks
 
 NUM_ROWS = 7
@@ -276,64 +271,3 @@ def test_responses_to_a_repeated_row_differ():
     assert seeds[:2] == seeds_of([4, 2], n=2)[0]
     assert seeds[0] + seeds[2] + seeds[3] == [request_seed(7, 1, 4, i) for i in range(6)]
     assert half == [group[0] for group in seeds]
-
-
-def draw_with_vllm(config, has_images: bool) -> tuple[Samples, list[float]]:
-    """Return the samples of this rank, whose vLLM has no model, and the lengths on record."""
-    rollout = ScriptedRollout()
-    rollout.drafter = None if has_images else "ngram"
-    request = replace(make_request(), sampling=config.rollout)
-    if has_images:
-        request.dataset.image_store = "images"
-        rollout.enqueue = partial(enqueue_texts, rollout)
-    with closing(Grader(config)) as grader:
-        sampler = Sampler(rollout, grader, make_tokenizer(), None, MAX_FAILURE_RATE, True)
-        samples = sampler.draw(request, Profiler())
-    batch = replace(samples.batch, image_store=None)
-    return replace(samples, batch=batch), request.dataset.drawn_lengths[ROWS].tolist()
-
-
-def enqueue_texts(rollout, prompts, params, image_prompts):
-    """Enqueue prompts without their images, which are not there."""
-    assert [prompt.input_ids for prompt in image_prompts] == prompts
-    return ScriptedRollout.enqueue(rollout, prompts, params)
-
-
-@pytest.mark.parametrize("has_images", [False, True])
-def test_a_draw_has_the_responses_to_all_rows_with_their_seeds(config, tmp_path, has_images):
-    """Each of two ranks is a replica. Rows are recorded for images only."""
-    scores = f"{tmp_path}/length.py"
-    Path(scores).write_text("def score(response): return float(len(response))")
-    settings = {"reward": {"function": f"{scores}:score"}, "rollout": {"n": NUM_SAMPLES}}
-    settings["rollout"]["max_tokens"] = MAX_TOKENS
-    config = OmegaConf.merge(config, settings)
-    held_by = []
-    prompts = HandmadePrompts()
-    accept_rates = []
-    for samples, lengths in on_ranks(2, tmp_path, draw_with_vllm, config, has_images):
-        sequences = samples.batch.input_ids.split(samples.batch.lengths)
-        for i, sequence in zip(samples.held.tolist(), sequences, strict=True):
-            row = ROWS[i // NUM_SAMPLES]
-            prompt = prompts[row].input_ids
-            seed = request_seed(7, 1, row, i % NUM_SAMPLES)
-            tokens, reason = whole_response(prompt, seed, MAX_TOKENS)
-            assert sequence.tolist() == prompt + tokens
-            assert bool(samples.truncated[i]) == (reason == "length")
-            held_by.append(i)
-        means = samples.response_lengths.view(-1, NUM_SAMPLES).float().mean(1)
-        assert lengths == means.tolist()
-        rows = [row for row in ROWS for _ in range(NUM_SAMPLES)]
-        if has_images:
-            assert samples.rows.tolist() == rows
-            assert samples.batch.rows.tolist() == [rows[i] for i in samples.held]
-            assert "mtp/accept_rate" not in samples.metrics
-        else:
-            assert samples.rows is None
-            accept_rates.append(samples.metrics["mtp/accept_rate"])
-            assert samples.metrics["mtp/accept_length"] == 4
-    assert sorted(held_by) == list(range(len(rows)))
-    if accept_rates:
-        of_first, of_second = accept_rates
-        assert 0 < of_first == of_second < 0.5, (
-            "of both ranks, the second of which has drafted well"
-        )

@@ -13,7 +13,6 @@ import engines.model.mimo  # noqa: F401  makes transformers know MiMo
 from config import InputError, load
 from rollout.vllm.settings import check_rollout
 from rollout.vllm.speculation import (
-    DraftCounter,
     accepted_tokens,
     check_drafter,
     collect_drafter_weights,
@@ -31,7 +30,6 @@ ROLLOUT_BOUND = 1e-4  # nats, between vLLM's log-probabilities and the trainer's
 ROUNDING = 2e-5
 NEGLIGIBLE = 1e-4  # a probability
 VOCAB_SIZE = 24
-KEEP = "_update_request_with_output"  # vLLM's method that appends tokens to a response
 END = 1
 
 
@@ -287,38 +285,6 @@ def test_drafts_change_no_token_of_the_v1_model_runner(sampler):
             row = request * max_tokens + step
             assert all_ids[row].tolist() == ids
             assert all_log_probs[row].tolist() == log_probs
-
-
-class DraftedSteps:
-    """A scheduler as far as drafts are concerned: it drops the tokens after a response's end."""
-
-    def __init__(self):
-        # The name of vLLM's method.
-        setattr(self, KEEP, self.keep)
-
-    def keep(self, request, tokens: list[int], *, is_told: bool) -> tuple[list[int], bool]:
-        assert is_told
-        has_ended = END in tokens
-        return tokens[: tokens.index(END) + 1 if has_ended else None], has_ended
-
-    def step(self, num_drafts: int, tokens: list[int]) -> tuple[list[int], bool]:
-        """Do what vLLM does after a step with drafts of one response, whose tokens these are."""
-        if num_drafts:
-            self.make_spec_decoding_stats(None, num_drafts, len(tokens) - 1, num_invalid=0)
-        return getattr(self, KEEP)("request", tokens, is_told=True)
-
-
-def test_drafts_are_counted_with_the_tokens_that_responses_keep():
-    scheduler = DraftedSteps()
-    counter = DraftCounter(scheduler)
-    assert scheduler.step(3, [5, 6, 7]) == ([5, 6, 7], False)
-    assert scheduler.step(0, [5]) == ([5], False)
-    assert scheduler.step(2, [5]) == ([5], False)
-    assert scheduler.step(4, [5, END, 7, 8]) == ([5, END], True)
-    assert scheduler.step(0, [5, 6]) == ([5, 6], False)
-    assert scheduler.step(2, []) == ([], False)
-    # No token at all was drawn in the last step, so one less than none was accepted.
-    assert counter.counts.tolist() == [4, 11, 2 + 0 + 3 - 1, 2 + 0 + 1 + 0]
 
 
 def test_metrics_of_drafts():
