@@ -9,7 +9,7 @@ Only for engine.float8=tensorwise, where both products use the same scale for th
 this module imports torchao.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,7 +24,7 @@ from torchao.float8.float8_training_tensor import (
 )
 from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 
-WEIGHT_DTYPE = torch.float8_e4m3fn
+FORWARD_DTYPE = torch.float8_e4m3fn  # of weights and inputs
 GRADIENT_DTYPE = torch.float8_e5m2
 
 
@@ -51,10 +51,12 @@ class CachedFloat8Linear(Float8Linear):
             output = output + self.bias.to(output.dtype)
         return output
 
-    def keep_rounded(self, weight: Tensor, rounding) -> None:
-        self.rounded, self.rounded_transpose, self.scale = rounding(weight)
+    def keep_rounded(self, rounding: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Round the weight. rounding: round_weight(), or the same compiled."""
+        self.rounded, self.rounded_transpose, self.scale = rounding(self.weight)
 
     def drop_rounded(self) -> None:
+        """Free the memory of the rounded weight."""
         self.rounded = None
         self.rounded_transpose = None
         self.scale = None
@@ -104,7 +106,7 @@ class RoundedProduct(torch.autograd.Function):
 def input_factor(x: Tensor, mm_config: LinearMMConfig) -> Float8TrainingTensor:
     """Round a layer's input, [..., in_features], to FP8: [tokens, in_features]."""
     return hp_tensor_to_float8_dynamic(
-        x.reshape(-1, x.shape[-1]), WEIGHT_DTYPE, mm_config, gemm_input_role=GemmInputRole.INPUT
+        x.reshape(-1, x.shape[-1]), FORWARD_DTYPE, mm_config, gemm_input_role=GemmInputRole.INPUT
     )
 
 
@@ -117,8 +119,8 @@ def weight_factor(
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weight in FP8, its transpose in FP8, and the scale."""
-    scale = tensor_to_scale(weight, WEIGHT_DTYPE)
-    rounded = to_fp8_saturated(weight.float() * scale, WEIGHT_DTYPE)
+    scale = tensor_to_scale(weight, FORWARD_DTYPE)
+    rounded = to_fp8_saturated(weight.float() * scale, FORWARD_DTYPE)
     return rounded, rounded.t().contiguous(), scale
 
 
@@ -144,7 +146,7 @@ def rounded_once(model: nn.Module, is_compiled: bool) -> Iterator[None]:
     try:
         with torch.no_grad():
             for layer in layers:
-                layer.keep_rounded(layer.weight, rounding)
+                layer.keep_rounded(rounding)
         yield
     finally:
         for layer in layers:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from config import InputError
+from config import InputError, load
+from engines.fsdp.engine import FSDPEngine
 from engines.model.replay import ReplayedChoice, RoutingReplay, sends_to
 from engines.model.routes import Mismatch, no_route, replayed, route_dtype
 from tests.engines.test_weights import loaded
@@ -115,3 +116,12 @@ def test_every_expert_and_the_mark_of_a_missing_route_have_different_numbers():
     assert route_dtype(256) == torch.int16
     for num_experts in (255, 256):
         assert num_experts - 1 < no_route(route_dtype(num_experts))
+
+
+def test_the_check_at_the_start_leaves_nothing_on_the_experts(model):
+    settings = ["rollout.routing_replay=true", "engine.compute_dtype=float32"]
+    config = load("ppo.yaml", [f"model.path={model}", "data.train_files=unused", *settings])
+    engine = FSDPEngine(config, CPU, total_steps=1)
+    blocks = [module for module in engine.hf.modules() if hasattr(module, "experts")]
+    assert len(blocks) == engine.hf_config.num_hidden_layers
+    assert not any(block.experts._forward_pre_hooks for block in blocks)
