@@ -51,6 +51,19 @@ def test_nothing_is_dropped_with_tokens_for_all_bytes_or_an_unknown_token(tokeni
     assert chat.tokenize("\u00e9\U0001f600").ids
 
 
+@pytest.mark.parametrize("text", ["a7b", "a<unk>b"])
+def test_the_unknown_token_is_a_token_of_texts_unlike_control_tokens(text):
+    tokenizer = lower_case_tokenizer("<unk>")
+    chat = ChatTokenizer(tokenizer)
+    assert chat.special.keys() == {*tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])}
+    strict = options(special_tokens_in_text="error")
+    ids, loss_mask = encode({"messages": say("q", text)}, chat, strict)
+    learned = [i for i, is_learned in zip(ids, loss_mask) if is_learned]
+    assert tokenizer.unk_token_id in learned
+    with pytest.raises(InputError, match="<.im_start.>"):
+        encode({"messages": say("q", f"{text}<|im_start|>")}, chat, strict)
+
+
 def test_a_tokenizer_that_transformers_rebuilds_for_another_vocabulary(tmp_path):
     """Of a model of Qwen2, transformers reads vocabulary and merges, and nothing else."""
     words = Tokenizer(models.WordLevel(vocab={"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>"))
