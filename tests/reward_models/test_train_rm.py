@@ -326,7 +326,9 @@ def curve(out: Path) -> list[tuple]:
     return [names(line) for line in metrics(out) if line["step"]]
 
 
-@pytest.mark.parametrize("engine", [[], [LORA], [MEGATRON, PIPELINE]])
+@pytest.mark.parametrize(
+    "engine", [[], [LORA], [MEGATRON, PIPELINE]], ids=["FSDP2", "LoRA", "Megatron"]
+)
 def test_kill_and_resume_repeats_every_step_to_the_last_bit(assets, tmp_path, engine):
     settings = ["trainer.save_freq=2", "trainer.total_steps=8", "trainer.max_checkpoints=-1"]
     settings += [*START, *engine]

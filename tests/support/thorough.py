@@ -223,8 +223,7 @@ THOROUGH: dict[str, Iterable[str] | None] = {
         "scores-2 ranks",
     ),
     "tests/reward_models/test_train_rm.py::test_peft_loads_*": ("Megatron TP",),
-    # The loop is that of the other scripts, which are killed in `make test`.
-    "tests/reward_models/test_train_rm.py::test_kill_and_resume_*": None,
+    "tests/reward_models/test_train_rm.py::test_kill_and_resume_*": ("LoRA", "Megatron"),
     "tests/preferences/test_train_dpo.py::test_losses_and_gradients_do_not_*": (
         "dpo-2 ranks, padded",
         "dpo-dynamic context parallel",
