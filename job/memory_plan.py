@@ -234,6 +234,8 @@ def candidates(config: DictConfig) -> dict[str, str]:
         settings["engine.activation_checkpointing"] = "true"
     if engine.get("recompute") in ("none", "selective"):
         settings["engine.recompute"] = "full"
-    if engine.get("cpu_offload") is False and "offload" not in config:
+    if engine.get("float8_cache_weights"):
+        settings["engine.float8_cache_weights"] = "false"  # cpu_offload does not go with it
+    elif engine.get("cpu_offload") is False and "offload" not in config:
         settings["engine.cpu_offload"] = "true"
     return settings

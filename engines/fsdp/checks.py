@@ -74,11 +74,11 @@ def check_float8_cache(config: DictConfig, world_size: int) -> None:
     engine = config.engine
     if not engine.float8_cache_weights or not is_sharded(config, world_size):
         return
-    for key, needed in (("reshard_after_forward", "false"), ("cpu_offload", "false")):
+    for key in ("cpu_offload", "reshard_after_forward"):
         if engine[key]:
             raise InputError(
                 f"engine.float8_cache_weights=true needs weights that stay gathered: set "
-                f"engine.{key}={needed}, or leave float8_cache_weights out"
+                f"engine.{key}=false, or leave float8_cache_weights out"
             )
 
 

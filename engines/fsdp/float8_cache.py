@@ -53,7 +53,8 @@ class CachedFloat8Linear(Float8Linear):
 
     def keep_rounded(self, rounding: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]) -> None:
         """Round the weight. rounding: round_weight(), or the same compiled."""
-        self.rounded, self.rounded_transpose, self.scale = rounding(self.weight)
+        # Detached, since torch.compile would compile anew for every shape of an nn.Parameter.
+        self.rounded, self.rounded_transpose, self.scale = rounding(self.weight.detach())
 
     def drop_rounded(self) -> None:
         """Free the memory of the rounded weight."""

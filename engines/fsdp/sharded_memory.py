@@ -36,6 +36,9 @@ from engines.model.hf import layer_modules, read_hf_config
 from engines.model.shape import attention_widths
 from engines.optimizer import OPTIMIZERS
 
+# Linear layers that read the same input as another one of their block.
+READS_INPUT_OF = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -370,11 +373,25 @@ def layer_bytes_per_token(setup: Setup) -> float:
     if recomputes_inputs(setup) and not num_experts_per_token:
         num_numbers -= 2 * hidden + intermediate
     num_bytes = num_numbers * setup.compute_bytes
-    if setup.is_compiled and setup.config.engine.float8_cache_weights:
-        num_bytes += 2 * hidden + query_width + intermediate
+    num_bytes += rounded_input_bytes(setup)
     if not setup.is_compiled:
         num_bytes += 2 * hidden * (4 + 4) + intermediate * setup.compute_bytes
     return num_bytes
+
+
+def rounded_input_bytes(setup: Setup) -> float:
+    """Return the bytes per token and layer of the inputs that compiled layers keep in FP8.
+
+    They keep them with engine.float8_cache_weights.
+    """
+    engine = setup.config.engine
+    if not (engine.float8_cache_weights and setup.is_compiled):
+        return 0
+    widths = {}
+    for name, layer in float8.chosen_layers(setup.hf, engine.float8_exclude).items():
+        block, _, kind = name.rpartition(".")
+        widths[block, READS_INPUT_OF.get(kind, kind)] = layer.in_features
+    return sum(widths.values()) / len(layer_modules(setup.hf, setup.hf.get_decoder()))
 
 
 def recomputes_inputs(setup: Setup) -> bool:

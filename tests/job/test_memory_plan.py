@@ -139,6 +139,11 @@ def test_the_stage_of_a_pipeline_that_needs_the_most_memory_counts(model):
         ("sft", ["model_engine=megatron"], {"engine.recompute"}),
         ("sft", ["model_engine=megatron", "engine.recompute=full"], set()),
         ("ppo", ["engine.activation_checkpointing=true"], set()),
+        (
+            "sft",
+            ["engine.float8=tensorwise", "engine.float8_cache_weights=true"],
+            {"engine.activation_checkpointing", "engine.float8_cache_weights"},
+        ),
     ],
 )
 def test_only_settings_that_the_run_does_not_have_are_proposed(model, script, pairs, settings):

@@ -132,11 +132,7 @@ def test_nothing_is_kept_without_the_setting(folder):
         (["engine.param_dtype=bfloat16"], 1, None),
         (["engine.reshard_after_forward=false"], 2, None),
         (["engine.param_dtype=bfloat16"], 2, "set engine.reshard_after_forward=false"),
-        (
-            ["engine.reshard_after_forward=false", "engine.cpu_offload=true"],
-            1,
-            "set engine.cpu_offload=false",
-        ),
+        (["engine.cpu_offload=true"], 1, "set engine.cpu_offload=false"),
     ],
 )
 def test_weights_must_stay_gathered(folder, settings, world_size, message):
@@ -173,3 +169,17 @@ def test_the_estimate_counts_what_is_kept(folder, compile_setting):
     num_inputs = shape.num_hidden_layers * cached.data.max_tokens_per_micro_batch * input_bytes
     expected = num_inputs if compile_setting == "always" else 0
     assert estimate.activations - without.activations == expected
+
+
+def test_the_estimate_counts_the_inputs_of_layers_in_fp8_alone(folder):
+    """The queries of one layer are left: only the input of this product is kept in FP8."""
+    compiled = "engine.torch_compile=always"
+    excluded = "engine.float8_exclude=['layers[.][1-9]', mlp, '[kvo]_proj']"
+    (without,) = sharded_memory.estimate_memory(
+        config_of(folder, *FP8, compiled, excluded), 1, "cpu"
+    )
+    cached = config_of(folder, *CACHED, compiled, excluded)
+    (estimate,) = sharded_memory.estimate_memory(cached, 1, "cpu")
+    shape = read_hf_config(folder).get_text_config()
+    num_tokens = cached.data.max_tokens_per_micro_batch
+    assert estimate.activations - without.activations == num_tokens * shape.hidden_size
