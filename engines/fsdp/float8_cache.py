@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import (
@@ -23,6 +22,8 @@ from torchao.float8.float8_training_tensor import (
     LinearMMConfig,
 )
 from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+
+from engines.fsdp import sharding
 
 FORWARD_DTYPE = torch.float8_e4m3fn  # of weights and inputs
 GRADIENT_DTYPE = torch.float8_e5m2
@@ -52,7 +53,7 @@ class CachedFloat8Linear(Float8Linear):
         return output
 
     def keep_rounded(self, rounding: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Round the weight. rounding: round_weight(), or the same compiled."""
+        """Round the weight. rounding: round_weight() or compiled_round_weight()."""
         # Detached, since torch.compile would compile anew for every shape of an nn.Parameter.
         self.rounded, self.rounded_transpose, self.scale = rounding(self.weight.detach())
 
@@ -125,6 +126,9 @@ def round_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rounded, rounded.t().contiguous(), scale
 
 
+compiled_round_weight = torch.compile(round_weight, dynamic=True)
+
+
 def use_cache(hf: nn.Module) -> None:
     """Make all of a model's FP8 layers able to keep their rounded weights, in place."""
     for layer in hf.modules():
@@ -141,9 +145,9 @@ def rounded_once(model: nn.Module, is_compiled: bool) -> Iterator[None]:
     Args:
         is_compiled: whether to compile the rounding.
     """
-    rounding = torch.compile(round_weight, dynamic=True) if is_compiled else round_weight
+    rounding = compiled_round_weight if is_compiled else round_weight
     layers = [layer for layer in model.modules() if isinstance(layer, CachedFloat8Linear)]
-    gather_weights(model)
+    sharding.gather(model)
     try:
         with torch.no_grad():
             for layer in layers:
@@ -152,10 +156,3 @@ def rounded_once(model: nn.Module, is_compiled: bool) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.drop_rounded()
-
-
-def gather_weights(model: nn.Module) -> None:
-    """Gather the weights of all FSDP units."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()

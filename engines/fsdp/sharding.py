@@ -198,6 +198,13 @@ def has_unsummed_gradients(group: FSDPParamGroup) -> bool:
     return any(p.unsharded_accumulated_grad is not None for p in group.fsdp_params)
 
 
+def gather(model: nn.Module) -> None:
+    """Gather all parameters. They stay gathered until FSDP or reshard() frees them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
 def reshard(model: nn.Module) -> None:
     """Free all gathered parameters."""
     for module in model.modules():
