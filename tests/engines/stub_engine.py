@@ -14,6 +14,10 @@ from engines.checkpoint.checkpointer import Checkpointer
 from engines.checkpoint.storage import Writer
 
 
+class Killed(BaseException):
+    """Stands for kill -9: no handler of an ordinary exception sees it."""
+
+
 class StubEngine:
     """The part of an engine that a checkpoint needs: named tensors of a model directory."""
 

@@ -15,16 +15,12 @@ from engines.checkpoint.checkpointer import Checkpointer, find_checkpoint, read_
 from engines.checkpoint.export import export_checkpoint, export_hf
 from engines.checkpoint.storage import read_tensors
 from engines.model.model_files import fingerprint
-from tests.engines.stub_engine import StubEngine, StubTokenizer, save
+from tests.engines.stub_engine import Killed, StubEngine, StubTokenizer, save
 from tests.support.models import make_model
 from tests.support.training import flip_bit
 from tests.support.traps import set_trap
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-
-class Killed(BaseException):
-    """Stands for kill -9: no handler of an ordinary exception sees it."""
 
 
 @pytest.fixture(scope="module")

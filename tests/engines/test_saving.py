@@ -19,7 +19,7 @@ from engines.checkpoint.checkpointer import Checkpointer, holds_rng_state, read_
 from engines.checkpoint.export import export_checkpoint, export_hf
 from engines.checkpoint.storage import MetadataUnpickler, Writer
 from engines.model.model_files import fingerprint
-from tests.engines.stub_engine import StubEngine, StubTokenizer, save
+from tests.engines.stub_engine import Killed, StubEngine, StubTokenizer, save
 from tests.support.models import make_model
 from tests.support.training import flip_bit
 from tests.support.traps import without_checksums
@@ -27,10 +27,6 @@ from tests.support.traps import without_checksums
 pytestmark = pytest.mark.usefixtures("process_group")
 
 TOKENIZER = "hf/tokenizer.json"
-
-
-class Killed(BaseException):
-    """Stands for kill -9: no handler of an ordinary exception sees it."""
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from preferences.losses import PreferenceLoss
 from preferences.reference import model_stages, role_configs
 from tests.preferences.assets import make_pair, write_rows
 from tests.support.models import make_model
+from tests.support.planned import PlannedEngine
 from tests.support.ranks import on_ranks
 
 QUESTION = {"role": "user", "content": "What is 1+1"}
@@ -143,19 +144,6 @@ def test_a_sequence_that_ranks_share_counts_once(folder, tmp_path):
     assert on_ranks(2, tmp_path, log_probs_on_rank, dataset) == [expected, expected]
 
 
-class WholeEngine:
-    """One data-parallel rank, which works on all sequences."""
-
-    dp_rank = 0
-
-    def plan(self, lengths) -> Plan:
-        once = torch.ones(len(lengths), dtype=torch.int64)
-        return Plan([*range(len(lengths))], [], torch.zeros_like(once), once)
-
-    def sum_over_dp(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
-
 @pytest.mark.parametrize("failing_batch", [0, 1, None])
 def test_a_cache_is_complete_or_not_there(folder, tmp_path, process_group, failing_batch):
     dataset = PreferenceDataset.load(tokens_of(folder, "rows.jsonl"))
@@ -168,7 +156,7 @@ def test_a_cache_is_complete_or_not_there(folder, tmp_path, process_group, faili
         num_computed += 1
         return -share.input_ids.float()
 
-    reference = SimpleNamespace(engine=WholeEngine(), log_probs=negative_ids)
+    reference = SimpleNamespace(engine=PlannedEngine(), log_probs=negative_ids)
     cache = tmp_path / "cache"
     if failing_batch is not None:
         with pytest.raises(MemoryError):

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from config import InputError, load
 from data.batching.batch import Batch
-from data.batching.plan import Plan
 from engines.model.model_files import fingerprint
 from preferences import reference as reference_module, trainer as trainer_module
 from preferences.losses import PreferenceLoss
@@ -20,6 +19,7 @@ from preferences.trainer import PreferenceTrainer
 from preferences.validation import validate
 from tests.preferences.test_losses import MIXED_LENGTHS, PAIR_LENGTHS, make_batch
 from tests.support.models import make_model
+from tests.support.planned import PlannedEngine
 
 BETA = 0.5
 FACTOR = -0.02
@@ -29,28 +29,16 @@ LORA = "model.lora.rank=4"
 CACHE = "reference.cache=true"
 
 
-class Engine:
+class Engine(PlannedEngine):
     """The log-probability of a token is its number times a factor; another one without adapters.
 
-    others: the sequences of a batch whose numbers another rank reports
-    calls: the steps that it has taken, and the sizes of groups that it has planned for
+    calls: also the steps that it has taken
     """
 
-    dp_rank = 0
-    others: tuple[int, ...] = ()
-
     def __init__(self, factor: float, without: float = 0.0):
+        super().__init__()
         self.factor = factor
         self.without = without
-        self.calls: list = []
-
-    def plan(self, lengths: list[int], group_size: int = 1) -> Plan:
-        self.calls.append(group_size)
-        everything = list(range(len(lengths)))
-        first = torch.zeros(len(lengths), dtype=torch.int64)
-        first[list(self.others)] = 1
-        metrics = {"perf/plan_efficiency": 0.75}
-        return Plan(everything, [(1, everything)], first, torch.ones_like(first), metrics)
 
     def log_probs(self, batch: Batch, micro_batches) -> tuple[Tensor, None, None]:
         return self.factor * batch.input_ids.float(), None, None
@@ -59,9 +47,6 @@ class Engine:
         self.calls.append(("step", step))
         loss, amounts = loss_fn(self.log_probs(share, micro_batches)[0], None, share.fields)
         return {"loss": loss.item(), **{name: amount.item() for name, amount in amounts.items()}}
-
-    def sum_over_dp(self, amounts: Tensor) -> Tensor:
-        return amounts
 
     @contextmanager
     def without_adapters(self):

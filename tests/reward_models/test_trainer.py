@@ -3,40 +3,25 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 from torch import Tensor
 
 from config import InputError, load
 from data.batching.batch import Batch
-from data.batching.plan import Plan
 from engines.heads import Head
 from reward_models import settings as settings_module
 from reward_models.losses import RewardLoss
 from reward_models.settings import check_model, check_settings
 from reward_models.trainer import RewardTrainer
 from tests.reward_models.test_losses import batch_of
+from tests.support.planned import PlannedEngine
 
 # The numbers of tokens of chosen and rejected answers. The score of an answer is a tenth of its
 # last token, and tokens are numbered.
 LENGTHS = [2, 3, 4, 1, 2, 5]
 
 
-class Engine:
-    """others: the conversations whose numbers another rank reports; calls: what was called."""
-
-    dp_rank = 0
-    others: tuple[int, ...] = ()
-
-    def __init__(self):
-        self.calls: list = []
-
-    def plan(self, lengths: list[int], group_size: int = 1) -> Plan:
-        self.calls.append(group_size)
-        everything = list(range(len(lengths)))
-        first = torch.zeros(len(lengths), dtype=torch.int64)
-        first[list(self.others)] = 1
-        metrics = {"perf/plan_efficiency": 0.75}
-        return Plan(everything, [(1, everything)], first, torch.ones_like(first), metrics)
+class Engine(PlannedEngine):
+    """Scores are a tenth of the tokens. calls: also the steps that it has taken."""
 
     def values(self, batch: Batch, micro_batches) -> Tensor:
         return batch.input_ids / 10
@@ -45,9 +30,6 @@ class Engine:
         self.calls.append(("step", step))
         loss, amounts = loss_fn(self.values(share, micro_batches), share.fields)
         return {"loss": loss.item(), **{name: amount.item() for name, amount in amounts.items()}}
-
-    def sum_over_dp(self, amounts: Tensor) -> Tensor:
-        return amounts
 
 
 class Rows:
