@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from data.batching.batch import Batch
 from data.batching.plan import MicroBatches
@@ -42,7 +41,7 @@ from engines.model.lengths import keep_short_frequencies
 from engines.model.logits import logit_constants
 from engines.model.replay import RoutingReplay, check_replay
 from engines.model.weights import Placement, load_adapter, load_weights
-from engines.parallel.collectives import groups_by_size
+from engines.parallel.collectives import groups_by_size, groups_of_grid
 from engines.parallel.device import to_device
 from engines.parallel.offload import HostMemory
 
@@ -122,10 +121,7 @@ class FSDPEngine(Engine):
         rank = dist.get_rank()
         self.dp_rank = rank // cp
         self.dp_size = self.world_size // cp
-        shape = (self.dp_size, cp)
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("dp", "cp"))
-        self.dp_group = mesh["dp"].get_group()
-        self.cp_group = mesh["cp"].get_group()
+        self.dp_group, self.cp_group = groups_of_grid((self.dp_size, cp))
         if has_dynamic_cp(self.config.engine):
             self.cp_groups = groups_by_size(self.dp_group, self.cp_group)
         else:

@@ -16,6 +16,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Partial
 
+from engines.parallel.collectives import groups_of_grid
+
 # The parameters of a layer in which a micro-batch of 8,192 tokens computes for 8 ms at 400 TFLOP/s.
 LARGE_LAYER = 64_000_000
 
@@ -109,7 +111,10 @@ def fsdp_mesh(engine: DictConfig, device_type: str, world_size: int) -> DeviceMe
     if not has_replicas(engine, world_size):
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     shape = (world_size // size, size)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+    ranks = torch.arange(world_size).reshape(shape)
+    names = ("replicate", "shard")
+    groups = groups_of_grid(shape)
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def offload_policy(engine: DictConfig, device_type: str) -> OffloadPolicy:

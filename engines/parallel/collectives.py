@@ -73,6 +73,33 @@ class AllGatherSumGrad(torch.autograd.Function):
         return own, None
 
 
+def groups_of_grid(shape: tuple[int, ...]) -> list[dist.ProcessGroup]:
+    """Arrange all ranks in a grid, row by row; for each axis, return the group along it.
+
+    Each group has the ranks that differ from this one only in their place on the axis. All ranks
+    call this together. (init_device_mesh() divides the group of all ranks instead, and on GPUs
+    torch warns that gloo cannot take over NCCL's options.)
+
+    shape: the number of ranks along each axis.
+    """
+    ranks = torch.arange(dist.get_world_size()).reshape(shape)
+    return [
+        _group_with_this_rank(ranks.movedim(axis, -1).reshape(-1, size))
+        for axis, size in enumerate(shape)
+    ]
+
+
+def _group_with_this_rank(rows: Tensor) -> dist.ProcessGroup:
+    """Create a group for each row of ranks, and return the one that contains this rank."""
+    if len(rows) == 1:
+        return dist.group.WORLD
+    for members in rows.tolist():
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            own_group = group
+    return own_group
+
+
 def groups_by_size(
     dp_group: dist.ProcessGroup, single: dist.ProcessGroup
 ) -> dict[int, dist.ProcessGroup]:

@@ -18,7 +18,12 @@ from engines.checkpoint.checkpointer import Checkpointer
 from engines.fsdp.attention import Packing, ulysses_attention
 from engines.heads import LogProbHead
 from engines.model import guard
-from engines.parallel.collectives import AllGatherSliceGrad, AllGatherSumGrad, groups_by_size
+from engines.parallel.collectives import (
+    AllGatherSliceGrad,
+    AllGatherSumGrad,
+    groups_by_size,
+    groups_of_grid,
+)
 from engines.parallel.device import on_all_ranks, on_rank0, set_timeouts
 from engines.parallel.varlen import (
     Scoring,
@@ -328,19 +333,21 @@ def test_every_sequence_is_in_one_micro_batch_of_each_of_its_ranks(tmp_path):
         assert (max(sizes) > 1) == (size == "auto"), name
 
 
+def ranks_that_take_part(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks that take part in a collective of this rank's group."""
+    takes_part = torch.zeros(dist.get_world_size())
+    takes_part[dist.get_rank()] = 1
+    dist.all_reduce(takes_part, group=group)
+    return takes_part.nonzero().flatten().tolist()
+
+
 def groups_on_rank() -> dict[int, list[int]]:
     """Return the ranks that take part in a collective of each of this rank's groups, by size."""
     rank = dist.get_rank()
     halves = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5])]
     singles = [dist.new_group([number]) for number in range(6)]
     groups = groups_by_size(halves[rank > 3], singles[rank])
-    members = {}
-    for size, group in groups.items():
-        takes_part = torch.zeros(6)
-        takes_part[rank] = 1
-        dist.all_reduce(takes_part, group=group)
-        members[size] = takes_part.nonzero().flatten().tolist()
-    return members
+    return {size: ranks_that_take_part(group) for size, group in groups.items()}
 
 
 def test_groups_are_powers_of_two_of_neighbouring_data_parallel_ranks(tmp_path):
@@ -368,6 +375,29 @@ def test_the_last_of_three_ranks_is_in_no_group_of_two(tmp_path):
 
 def test_all_ranks_may_be_one_group(tmp_path):
     assert on_ranks(2, tmp_path, groups_of_all_ranks) == [{1: 1, 2: 2}] * 2
+
+
+def groups_along_axes(shape: tuple[int, ...]) -> list[list[int]]:
+    return [ranks_that_take_part(group) for group in groups_of_grid(shape)]
+
+
+def test_each_axis_of_a_grid_has_a_group_of_the_ranks_along_it(tmp_path):
+    assert on_ranks(6, tmp_path, groups_along_axes, (2, 3)) == [
+        [[0, 3], [0, 1, 2]],
+        [[1, 4], [0, 1, 2]],
+        [[2, 5], [0, 1, 2]],
+        [[0, 3], [3, 4, 5]],
+        [[1, 4], [3, 4, 5]],
+        [[2, 5], [3, 4, 5]],
+    ]
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_along_an_axis_of_one_rank_each_rank_is_alone(tmp_path, shape):
+    all_alone = [[[0, 1], [0]], [[0, 1], [1]]]
+    if shape == (1, 2):
+        all_alone = [groups[::-1] for groups in all_alone]
+    assert on_ranks(2, tmp_path, groups_along_axes, shape) == all_alone
 
 
 # -- decisions and checks --------------------------------------------------------------------------
