@@ -165,7 +165,8 @@ class Measurement:
     Attributes:
         speeds: tokens per second and rank of each step.
         losses: the loss of each step.
-        efficiencies: the share of the ranks' time that is used, as far as FLOPs tell.
+        efficiencies: the share of the ranks' time that is used, as far as FLOPs tell; empty unless
+            the size is chosen per batch.
     """
 
     def __init__(self):
@@ -186,7 +187,8 @@ class Measurement:
         seconds = device.synchronize() - start
         self.losses.append(metrics["loss"])
         self.speeds.append(num_tokens / seconds / dist.get_world_size())
-        self.efficiencies.append(plan.metrics.get("perf/plan_efficiency", float("nan")))
+        if "perf/plan_efficiency" in plan.metrics:
+            self.efficiencies.append(plan.metrics["perf/plan_efficiency"])
 
     @property
     def first_speeds(self) -> list[float]:
@@ -282,6 +284,7 @@ def measure(arguments: argparse.Namespace) -> None:
         measurement = measure_way(arguments, way, batches, this_device)
         if first_speed is None:
             first_speed = measurement.speed
+        efficiencies = measurement.efficiencies[1:]
         if is_first_rank:
             print_row(
                 arguments.measure,
@@ -290,7 +293,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 in_one_cell(measurement.first_speeds),
                 f"{measurement.speed:,.0f} ({in_one_cell(measurement.repeated_speeds)})",
                 f"{measurement.speed / first_speed:.2f}",
-                f"{np.mean(measurement.efficiencies[1:]):.1%}",
+                f"{np.mean(efficiencies):.1%}" if efficiencies else "-",
                 f"{device.memory()['perf/memory_peak_gib']:.1f}",
                 f"{measurement.losses[0]:.5f}",
             )

@@ -122,7 +122,7 @@ SMOKES = {
     "dynamic_cp.py": Smoke(
         f"--measure tiny {FP32} --models MODELS --steps 1 --sequences 4 --shortest 8 --median 16 "
         "--longest 64 --cap 64",
-        r"\| tiny \| 1 \| 1 \| [\d,]+ \| [\d,]+ \([\d,]+\) \| 1\.00 \|.*\n"
+        r"\| tiny \| 1 \| 1 \| [\d,]+ \| [\d,]+ \([\d,]+\) \| 1\.00 \| - \|.*\n"
         r"\| tiny \| 1 \| auto \| [\d,]+ \| [\d,]+ \([\d,]+\) \| \d+\.\d\d \| \d+\.\d% \| 0\.\d ",
     ),
     "trl_sft_h200.py": Smoke(
