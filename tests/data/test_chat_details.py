@@ -126,6 +126,14 @@ def test_texts_that_are_searched_for_are_in_order_with_those_of_marks():
     assert located == ["hi", "secret", "so", "a2"]
 
 
+def test_a_text_that_the_template_leaves_out_is_not_searched_for():
+    """The template writes the same word itself. It compares the second text, as above."""
+    content = "(('[S]' if m.content == 'secret' else '') + ('' if loop.first else m.content))"
+    chat = ChatTokenizer(make_tokenizer(CHATML.replace("m.content", content)))
+    conversation = Conversation(say("user", "secret", "so", "a2"), chat, NO_INPUTS)
+    assert [piece.source.message for piece in conversation.pieces] == [1, 2, 3]
+
+
 # -- turns -----------------------------------------------------------------------------------------
 
 

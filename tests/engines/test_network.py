@@ -25,7 +25,9 @@ def no_interface_is_named(monkeypatch):
 
 def test_the_address_on_the_way_to_a_host_belongs_to_an_interface():
     assert network.address_towards("localhost") in ("127.0.0.1", "::1")
-    assert network.interface_of("127.0.0.1") == "lo"
+    own_address = "127.0.0.1"  # of the loopback interface; it reaches its other addresses from here
+    assert network.address_towards("127.0.0.2") == own_address
+    assert network.interface_of(own_address) == "lo"
     assert network.interface_of("192.0.2.7") is None
 
 

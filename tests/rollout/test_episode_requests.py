@@ -97,6 +97,16 @@ def test_what_would_change_the_tokens_is_an_error(read, fields, message):
         read(**fields)
 
 
+@pytest.mark.parametrize("own, accepted, refused", [(0, [0, -1], [1]), (1, [1], [0, -1, 2])])
+def test_a_top_k_of_zero_or_less_means_all_tokens(own, accepted, refused):
+    sampling = Sampling(temperature=1.0, top_k=own, stop=[])
+    for top_k in accepted:
+        read_chat_request({"messages": HELLO, "top_k": top_k}, sampling)
+    for top_k in refused:
+        with pytest.raises(RequestError, match=f"top_k={top_k} differs from rollout.top_k={own}"):
+            read_chat_request({"messages": HELLO, "top_k": top_k}, sampling)
+
+
 def test_a_reward_is_a_finite_number():
     assert read_reward({"reward": 2}) == 2.0
     for wrong in (None, True, "1", float("nan")):
