@@ -11,6 +11,9 @@ REQUIREMENTS := $(shell if nvidia-smi >/dev/null 2>&1; then echo requirements.tx
 endif
 PIP := .venv/bin/python -m pip install --disable-pip-version-check -qq
 
+# Without bytecode, every process of the tests would compile all of them and the product again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help .venv demo-assets demo demo-images demo-tools quickstart test thorough quick soak lint clean
 .DEFAULT_GOAL := help
 
