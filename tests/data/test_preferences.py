@@ -82,6 +82,7 @@ LABELLED = {
         ],
         "kto_tag": True,
     },
+    "two labels that agree": {"messages": [USER, GOOD], "label": True, "kto_tag": "1"},
     "a CSV file that also has pairs": {
         "prompt": "2+3?",
         "completion": "5",
@@ -343,6 +344,11 @@ MISTAKES = {
     "a label that is a score": (
         {"prompt": "2+3?", "completion": "5", "label": 0.7},
         "\"label\" is '0.7': must be true for an answer that is desirable",
+    ),
+    "two labels that differ": (
+        {"prompt": "2+3?", "completion": "5", "label": True, "kto_tag": "false"},
+        "\"label\" is 'True', and \"kto_tag\" is 'false': leave out one of them, or set "
+        "data.label_key=kto_tag, which does not read label",
     ),
     "a chat with a label that ends with a question": (
         {"messages": [USER, GOOD, USER], "label": True},

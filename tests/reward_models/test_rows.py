@@ -33,6 +33,7 @@ def options_of(*settings: str):
         ({"messages": CHAT, "score": -1.5}, -1.5),
         ({"messages": CHAT, "label": True}, 1.0),
         ({"messages": CHAT, "kto_tag": "false"}, 0.0),
+        ({"messages": CHAT, "label": False, "kto_tag": 0}, 0.0),
         ({"prompt": "1+1=", "completion": "2", "score": 3}, 3.0),
     ],
 )
@@ -58,6 +59,7 @@ def test_empty_cells_of_a_csv_file_are_no_pair():
         (PAIR | {"margin": "much"}, "\"margin\" is 'much': must be a number"),
         (PAIR | {"margin": math.inf}, "must be a number"),
         ({"messages": CHAT, "score": [1]}, "must be a number"),
+        ({"messages": CHAT, "label": 1, "kto_tag": False}, '"label" is \'1\', and "kto_tag" is '),
         ({"messages": [*CHAT, CHAT[0]], "score": 1}, '"messages" ends with a message of the role'),
         ({"messages": CHAT}, "nor a score is in the row, which has messages"),
         ({"prompt": "1+1=", "chosen": "2"}, '"rejected" is missing'),
