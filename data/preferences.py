@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from config import InputError
 from data.chat.losses import is_empty
 from data.columns import columns_of_chat
-from data.messages import ROLES, number_in_text, without_none
+from data.messages import ROLES, as_context, number_in_text, without_none
 from data.shapes import alpaca_messages, parse_chat, read_shape, role_of
 
 LABELS = ("label", "kto_tag")  # the second is LLaMA-Factory's
@@ -226,7 +226,7 @@ def read_prompt(row: dict, options) -> Prompt:
             value = parse_chat(value) or value
         elif isinstance(value, str) and value.lstrip().startswith("["):
             value = parse_chat(value) or value
-        if isinstance(value, list) and value:
+        if isinstance(value, list) and value and all(map(is_dict, value)):
             return Prompt(without_none(value), [column])
         if isinstance(value, str) and column == options.prompt_key:
             return Prompt(value, [column])
@@ -238,13 +238,17 @@ def read_prompt(row: dict, options) -> Prompt:
     return Prompt(None, [])
 
 
+def is_dict(value) -> bool:
+    return isinstance(value, dict)
+
+
 def read_answer(value, key: str) -> str | list[Message]:
     """Return an answer: a text, or a list of at least one message."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_chat(value) or value
     if isinstance(value, dict):
         value = [value]
-    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+    if isinstance(value, list) and value and all(map(is_dict, value)):
         check_ends_with_answer(value, key)
         return without_none(value)
     if isinstance(value, str):
@@ -395,5 +399,5 @@ def training_row(prompt: str | list[Message], answer: str | list[Message], optio
         return {options.prompt_key: prompt, options.response_key: answer}
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    context = [message | {"loss_mask": 0} for message in prompt]
+    context = [as_context(message) for message in prompt]
     return {options.messages_key: context + answer}
