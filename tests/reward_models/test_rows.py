@@ -103,6 +103,25 @@ def test_a_batch_has_the_whole_rendered_conversation(tmp_path):
     assert dataset.last_tokens() == {expected[-1]}
 
 
+@pytest.mark.parametrize("truncation, num_rows", [("left", 2), ("right", 2), ("drop", 1)])
+def test_a_long_conversation_is_cut_or_dropped(tmp_path, truncation, num_rows, capsys):
+    tokenizer = make_tokenizer()
+    file = tmp_path / "rows.jsonl"
+    long = PAIR | {"chosen": "123456789"}
+    file.write_text("".join(json.dumps(row) + "\n" for row in (PAIR, long)))
+    settings = ["data.max_length=15", f"data.truncation={truncation}"]
+    path = tokenize_rewards(str(file), tokenizer, options_of(*settings), tmp_path / "c", tmp_path)
+    dataset = RewardDataset.load(path)
+    assert len(dataset) == num_rows
+    if truncation == "drop":
+        assert "longer than data.max_length=15: 1 row" in capsys.readouterr().out
+        return
+    cut, _ = dataset.batch([1]).split([1, 1])
+    whole = tokenizer.apply_chat_template([CHAT[0], CHAT[1] | {"content": "123456789"}])
+    expected = whole["input_ids"][-15:] if truncation == "left" else whole["input_ids"][:15]
+    assert cut.input_ids.tolist() == [*expected, expected[-1]]
+
+
 def test_transcripts_are_chats_only_for_a_chat_template(tmp_path):
     """Without a template, the transcript itself is scored."""
     question = "\n\nHuman: 1+1=\n\nAssistant: "
