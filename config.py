@@ -72,8 +72,7 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
         engine = choose_engine([base, *layers])
         known = merged_defaults(defaults, engine)
         known_keys = default_keys(defaults, engine)
-        for layer in layers:
-            problems += key_problems(layer, known_keys)
+        problems += key_problems(layers, known_keys)
         raise_all(problems)
         config = OmegaConf.merge(known, *layers)
         raise_all(paths.expand_braced(config))

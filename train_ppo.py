@@ -319,7 +319,7 @@ def validate(run, roles) -> dict[str, float]:
 
     Unless trainer.rollout_freq=-1, all responses are written to validation/step_{N}.jsonl.
     """
-    from rl.validation import validation_metrics
+    from rl.validation import PASSING_SCORE, validation_metrics
     from rollout.records import examples, write_samples
 
     step = run.progress.step
@@ -329,6 +329,9 @@ def validate(run, roles) -> dict[str, float]:
     if run.config.trainer.rollout_freq > 0:
         file = run.output_dir / "validation" / f"step_{step}.jsonl"
         write_samples(samples, file, roles.host_group)
+    if run.config.validation.n > 1:
+        scores = samples.episodes.choose(samples.scores)
+        run.tracker.report_passing_scores(scores.tolist(), PASSING_SCORE)
     function = run.config.rollout.episode or run.config.reward.function
     return validation_metrics(samples, function, run.config.validation.n)
 

@@ -9,32 +9,56 @@ from configs.names import reader_note, readers, suggest
 from configs.rules import REQUIRED, problem_with, problem_with_number, rule_of
 
 
-def key_problems(layer: DictConfig, known: dict) -> Iterator[str]:
-    """Yield a sentence about each key of a layer that does not exist or that is a group.
+def key_problems(layers: list[DictConfig], known: dict) -> Iterator[str]:
+    """Yield a sentence about each key of the layers that does not exist or that is a group.
+
+    Keys that only another script or engine reads share a sentence.
 
     Args:
         known: the keys of this script and engine, with their defaults.
     """
-    try:
-        values = flatten(layer)
-    except InputError as error:
-        yield str(error)
-        return
-    for key, value in values.items():
-        problem = group_problem(key, value, known)
-        if problem:
-            yield problem
-        elif key not in known and not is_free(key, known):
-            yield unknown_key_problem(key, known)
+    foreign: dict[str, list[str]] = {}
+    for layer in layers:
+        try:
+            values = flatten(layer)
+        except InputError as error:
+            yield str(error)
+            continue
+        for key, value in values.items():
+            problem = group_problem(key, value, known)
+            if problem:
+                yield problem
+            elif is_foreign(key, known):
+                foreign.setdefault(readers()[key], []).append(key)
+            elif key not in known and not is_free(key, known):
+                yield unknown_key_problem(key, known)
+    for reader, keys in foreign.items():
+        yield foreign_keys_problem(reader, list(dict.fromkeys(keys)))
+
+
+def members(key: str, known: dict) -> list[str]:
+    """Return the known keys of a group, or []."""
+    return [name for name in known if name.startswith(f"{key}.")]
+
+
+def is_foreign(key: str, known: dict) -> bool:
+    """Return whether only another script or engine reads a key."""
+    is_unknown = key not in known and not is_free(key, known)
+    return is_unknown and key in readers() and not members(key, known)
+
+
+def foreign_keys_problem(reader: str, keys: list[str]) -> str:
+    """Return a sentence about keys that only this script or engine reads."""
+    if len(keys) == 1:
+        return f"unknown key {keys[0]}; only {reader} reads it"
+    return f"unknown keys {', '.join(keys)}; only {reader} reads them"
 
 
 def unknown_key_problem(key: str, known: dict) -> str:
     """Return a sentence about a key that does not exist, with the key to use instead."""
-    members = [name for name in known if name.startswith(f"{key}.")]
-    if members:
-        return f"{key} is a group of keys, not a value; did you mean {members[0]}?"
-    if key in readers():
-        return f"unknown key {key}; only {readers()[key]} reads it"
+    of_group = members(key, known)
+    if of_group:
+        return f"{key} is a group of keys, not a value; did you mean {of_group[0]}?"
     target = suggest(key, known)
     advice = target or "--help lists the keys"
     if target in readers():

@@ -7,6 +7,7 @@
     selection    which rows are trained on, and which are validated
     tokenization, lengths, cache    whole files -> a cache folder on disk
     columns      reports which columns and fields are read, ignored or lost
+    unknown_tokens            reports text for which a tokenizer has only its unknown token
     dataset      tokenized rows for fine-tuning
     prompts      tokenized prompts for reinforcement learning
     preferences, preference_dataset    pairs of answers, and answers with a label

@@ -26,7 +26,7 @@ from data.shapes import read_shape
 from data.sources import read_file_rows
 from data.tokenization import CacheSpec, read_uses, tokenize_to_cache
 
-VERSION = 11  # version of the cache; increase it when encode() or the files of a cache change
+VERSION = 12  # version of the cache; increase it when encode() or the files of a cache change
 OPTIONS = (
     "messages_key",
     "prompt_key",

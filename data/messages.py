@@ -11,6 +11,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Keys that decide whether an assistant message is learned. `weight` is OpenAI's name, `training`
 # and `train` are axolotl's, `loss` is that of ms-swift.
 LOSS_KEYS = ("loss_mask", "weight", "loss", "train", "training", "trainable")
+# The key of a message that belongs to a prompt, and is not learned. It is ours, not one of data
+# files: data.ignored_fields cannot name it.
+CONTEXT_KEY = "belongs to the prompt"
 # A value without text under a name like these may be another way to exclude something from the
 # loss, such as axolotl's `train_detail`.
 LOSS_WORDS = re.compile(r"(?:^|_)(?:mask|loss|train|weight)(?:ed|ing|able|s)?(?:_|$)")
@@ -124,6 +127,21 @@ def check_loss_keys(message: dict, name: str) -> None:
             raise InputError(
                 f'"{name}.{key}" is 1, but the role is {message["role"]}: only assistant messages '
                 "can be trained"
+            )
+
+
+def as_context(message):
+    """Return a message of a prompt, which is not learned."""
+    return message | {CONTEXT_KEY: True} if isinstance(message, dict) else message
+
+
+def check_context(message: dict, name: str) -> None:
+    """Raise InputError for a message of a prompt that is to be learned according to its keys."""
+    for key in LOSS_KEYS:
+        if message.get(CONTEXT_KEY) and message.get(key):
+            raise InputError(
+                f'"{name}.{key}" is 1, but the message belongs to the prompt, and only answers are '
+                f'trained: leave out {key}, or set data.ignored_fields=["{key}"]'
             )
 
 

@@ -24,7 +24,7 @@ from data.preferences import Preference, read_preference
 from data.selection import Selection
 from data.tokenization import CacheSpec, tokenize_to_cache
 
-VERSION = "preferences 3"  # of the cache; increase it when read_preference() or its files change
+VERSION = "preferences 4"  # of the cache; increase it when read_preference() or its files change
 OPTIONS = (
     *(name for name in dataset.OPTIONS if name != "train_on"),
     "chosen_key",

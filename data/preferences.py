@@ -15,16 +15,17 @@ LLaMA-Factory's files.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
 from config import InputError
 from data.chat.losses import is_empty
 from data.columns import columns_of_chat
-from data.messages import ROLES, number_in_text, without_none
+from data.messages import ROLES, as_context, number_in_text, without_none
 from data.shapes import alpaca_messages, parse_chat, read_shape, role_of
 
-LABEL_OF_LLAMA_FACTORY = "kto_tag"
+LABELS = ("label", "kto_tag")  # the second is LLaMA-Factory's
 # The column whose messages end a row of a shape in data/shapes.py.
 MESSAGE_COLUMNS = {"ShareGPT": "conversations", "prompt/completion": "completion"}
 # A turn in Anthropic's HH-RLHF data set.
@@ -119,12 +120,30 @@ def find_label(row: dict, options) -> str | None:
     if options.label_key is None:
         return None
     names = [options.label_key]
-    if options.label_key == "label":
-        names.append(LABEL_OF_LLAMA_FACTORY)
+    if options.label_key == LABELS[0]:
+        names = LABELS
+    check_same_label(row, "label_key", names)
     return first_filled(row, names)
 
 
-def first_filled(row: dict, names: list[str]) -> str | None:
+def check_same_label(row: dict, option: str, names: Sequence[str]) -> None:
+    """Raise InputError if two of these columns have different labels.
+
+    Args:
+        option: the key of `data` that names one column to read.
+    """
+    filled = [name for name in names if not is_empty(row.get(name))]
+    if len(filled) < 2:
+        return
+    first, second = filled
+    if number_in_text(row[first]) != number_in_text(row[second]):
+        raise InputError(
+            f'"{first}" is {str(row[first])[:40]!r}, and "{second}" is {str(row[second])[:40]!r}: '
+            f"leave out one of them, or set data.{option}={second}, which does not read {first}"
+        )
+
+
+def first_filled(row: dict, names: Sequence[str]) -> str | None:
     """Return the first of these columns that has a value. An empty cell of a CSV file has none."""
     return next((name for name in names if not is_empty(row.get(name))), None)
 
@@ -207,7 +226,7 @@ def read_prompt(row: dict, options) -> Prompt:
             value = parse_chat(value) or value
         elif isinstance(value, str) and value.lstrip().startswith("["):
             value = parse_chat(value) or value
-        if isinstance(value, list) and value:
+        if isinstance(value, list) and value and all(map(is_dict, value)):
             return Prompt(without_none(value), [column])
         if isinstance(value, str) and column == options.prompt_key:
             return Prompt(value, [column])
@@ -219,13 +238,17 @@ def read_prompt(row: dict, options) -> Prompt:
     return Prompt(None, [])
 
 
+def is_dict(value) -> bool:
+    return isinstance(value, dict)
+
+
 def read_answer(value, key: str) -> str | list[Message]:
     """Return an answer: a text, or a list of at least one message."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_chat(value) or value
     if isinstance(value, dict):
         value = [value]
-    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+    if isinstance(value, list) and value and all(map(is_dict, value)):
         check_ends_with_answer(value, key)
         return without_none(value)
     if isinstance(value, str):
@@ -376,5 +399,5 @@ def training_row(prompt: str | list[Message], answer: str | list[Message], optio
         return {options.prompt_key: prompt, options.response_key: answer}
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    context = [message | {"loss_mask": 0} for message in prompt]
+    context = [as_context(message) for message in prompt]
     return {options.messages_key: context + answer}

@@ -39,7 +39,7 @@ from data.sources import read_file_rows
 from data.tokenization import CacheSpec, read_uses, tokenize_to_cache
 
 # Part of a cache's name. Increase it when encode_prompt() or the files of a cache change.
-VERSION = "prompts 13"
+VERSION = "prompts 14"
 # The keys of the section `data` that prompts depend on.
 OPTIONS = (
     "messages_key",

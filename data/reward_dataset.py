@@ -24,8 +24,9 @@ from data.images.processor import Processor
 from data.messages import number_in_text
 from data.preference_dataset import PreferenceDataset, tokenize_answers
 from data.preferences import (
-    LABEL_OF_LLAMA_FACTORY,
+    LABELS,
     Preference,
+    check_same_label,
     first_filled,
     has_pair,
     read_preference,
@@ -34,14 +35,13 @@ from data.preferences import (
 from data.selection import Selection
 from data.tokenization import CacheSpec, tokenize_to_cache
 
-VERSION = "rewards 3"  # of the cache; increase it when read_rewarded() or its files change
+VERSION = "rewards 4"  # of the cache; increase it when read_rewarded() or its files change
 OPTIONS = (
     *(name for name in preference_dataset.OPTIONS if name != "label_key"),
     "margin_key",
     "score_key",
 )
 DEFAULT_SCORE = "score"
-LABELS = ("label", LABEL_OF_LLAMA_FACTORY)  # read as well if data.score_key has its default
 UNUSED = preference_dataset.UNUSED | {"target": math.nan}
 
 
@@ -100,13 +100,14 @@ def read_rewarded(row: dict, options, has_template: bool) -> tuple[Preference, f
 
 
 def find_score(row: dict, options) -> str | None:
-    """Return the column of the row's score, or None."""
+    """Return the column of the row's score, or None. A label stands for a score of 1 or 0."""
     if options.score_key is None:
         return None
-    names = [options.score_key]
-    if options.score_key == DEFAULT_SCORE:
-        names += LABELS
-    return first_filled(row, names)
+    score_key = first_filled(row, [options.score_key])
+    if score_key or options.score_key != DEFAULT_SCORE:
+        return score_key
+    check_same_label(row, "score_key", LABELS)
+    return first_filled(row, LABELS)
 
 
 def read_number(row: dict, key: str) -> float:

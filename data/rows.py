@@ -8,7 +8,9 @@ from config import InputError
 from data.chat.forms import is_list_of_texts, text_of
 from data.messages import (
     BOOLEAN_TEXTS,
+    as_context,
     check_call_arguments,
+    check_context,
     check_message,
     check_other_loss_keys,
     check_parts_without_loss_keys,
@@ -66,13 +68,14 @@ def training_messages(row: dict, has_template: bool, options) -> list[dict] | No
             'messages is read from "completion", together with "prompt".)'
         )
     messages = read_messages(row, has_template, options, with_response=True)
+    if is_pair and messages is not None:
+        context = [as_context(message) for message in messages]
+        messages = [*context, {"role": "assistant", "content": response}]
     for i, message in enumerate(messages or ()):
+        check_context(message, f"message {i}")
         check_other_loss_keys(message, f"message {i}")
         check_parts_without_loss_keys(message, f"message {i}")
-    if not is_pair or messages is None:
-        return messages
-    context = [{"loss_mask": 0} | message for message in messages]
-    return [*context, {"role": "assistant", "content": response}]
+    return messages
 
 
 def has_prompt_column(row: dict, options) -> bool:

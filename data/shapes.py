@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from config import InputError
-from data.messages import ROLES, parse_json
+from data.messages import ROLES, as_context, parse_json
 
 # ShareGPT's `from` -> role. The value of a function_call is a call, or a list of calls, as JSON.
 SHAREGPT_ROLES = {
@@ -137,9 +137,7 @@ def read_prompt_completion(row: dict, with_response: bool) -> dict | None:
             raise InputError(
                 f'"{column}" must be a text or a list of messages, not {str(value)[:40]!r}'
             )
-    context = [
-        message | {"loss_mask": 0} if isinstance(message, dict) else message for message in prompt
-    ]
+    context = [as_context(message) for message in prompt]
     return {"messages": context + completion}
 
 

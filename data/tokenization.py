@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from config import InputError
+from data import unknown_tokens
 from data.cache import WITH_ROWS, cache_key, ensure_cached
 from data.chat.encoding import RowCoroutine, encode_together
 from data.chat.tokenizer import ChatTokenizer
@@ -124,7 +125,7 @@ def tokenize_to_cache(
         sources = [Source(path, mask) for path, mask in zip(paths, masks, strict=True)]
         tables = tokenize_files(sources, spec, chat, options, work)
         check_lengths(paths, tables, limit)
-        write_arrays(folder, pyarrow.concat_tables(tables), limit)
+        write_arrays(folder, pyarrow.concat_tables(tables), limit, chat.unknown_id)
         write_uses(folder, tables)
         write_file_rows(folder, tables)
 
@@ -138,12 +139,13 @@ def tokenize_to_cache(
     if not selection.has_all_rows:
         print(f"data: {selection.describe(stats['rows'])}", flush=True)
     report_shapes(stats)
-    uses = read_uses(folder)
     is_training = "loss_mask" in spec.unused
-    for line in report_lines(paths, uses, is_training):
-        print(f"data: {line}", flush=True)
-    limit_setting = f"data.{limit.key}={limit.tokens}"
-    for line in unused_row_lines(stats, limit_setting, options.truncation):
+    lines = [
+        *report_lines(paths, read_uses(folder), is_training),
+        *unknown_tokens.report_lines(stats, chat),
+        *unused_row_lines(stats, f"data.{limit.key}={limit.tokens}", options.truncation),
+    ]
+    for line in lines:
         print(f"data: {line}", flush=True)
     return folder
 
@@ -304,8 +306,11 @@ def tokenize_rows(
     rows = zip(indices, zip(*columns.values(), strict=True), strict=True)
     tokenized_rows = encode_together([encode_row(index, values) for index, values in rows])
     for index, result in zip(indices, tokenized_rows, strict=True):
-        if isinstance(result, InputError):
-            result = {"error": f"{source.path}:{index + 1}: {result}"}
+        problem = result
+        if not isinstance(result, InputError):
+            problem = unknown_tokens.problem(result.get("input_ids", []), chat)
+        if problem:
+            result = {"error": f"{source.path}:{index + 1}: {problem}"}
         results.append(unused | result)
     tokens = {}
     for key in unused:
@@ -321,7 +326,7 @@ def folder_of(path: Path) -> Path:
 # -- tokens to arrays ------------------------------------------------------------------------------
 
 
-def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
+def write_arrays(folder: Path, table, limit: LengthLimit, unknown_id: int | None = None) -> None:
     """Copy a table's columns into files, and write stats.json.
 
     stats.json contains
@@ -333,7 +338,8 @@ def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
     * images, dropped_images (with images): the number of images, and of rows that are dropped
       because truncation would cut them within an image's tokens;
     * dropped_lost_fields (if there are any): the number of rows that data.lost_fields drops;
-    * dropped_identical (preferences): the number of rows whose two answers are the same.
+    * dropped_identical (preferences): the number of rows whose two answers are the same;
+    * rows_with_unknown_tokens (if there are any): the number of kept rows that have them.
 
     Raises:
         InputError: no row is left.
@@ -354,7 +360,8 @@ def write_arrays(folder: Path, table, limit: LengthLimit) -> None:
     }
     cu_seqlens = np.concatenate([[0], np.cumsum(used_lengths, dtype=np.int64)])
     np.save(folder / "cu_seqlens.npy", cu_seqlens)
-    write_array(folder, "input_ids", np.int32, table, stats["tokens"])
+    ids = write_array(folder, "input_ids", np.int32, table, stats["tokens"])
+    stats |= unknown_tokens.count_rows(ids, cu_seqlens, unknown_id)
     if "loss_mask" in table.column_names:
         loss_mask = write_array(folder, "loss_mask", np.uint8, table, stats["tokens"])
         stats["dropped_no_loss"] = counts.num_untrained

@@ -34,6 +34,7 @@ UNREAD_BY_PLAYERS = [*UNREAD, "rollout.partial"]
 PROMPT = "Name a number from 0 to 9."
 NUM_PROMPTS = 64
 ENTROPY_BONUS = 0.1
+NUM_PLAYERS = 2  # each has one update per step
 
 
 # ---- the game ----
@@ -95,6 +96,21 @@ def learn(run, roles, samples, won):
     return roles.update(share, loss_fn, run.progress.step)
 
 
+def play(run, roles, states):
+    """Let both players move once and learn from it. Return the moves of each, and metrics."""
+    with playing(roles, states, 0):
+        samples = draw(run, roles)
+    with playing(roles, states, 1):
+        other_samples = draw(run, roles)
+        won = winnings(samples.scores, other_samples.scores)
+        other_metrics = learn(run, roles, other_samples, -won)
+    with playing(roles, states, 0):
+        metrics = learn(run, roles, samples, won)
+    metrics["actor/skipped"] += other_metrics["actor/skipped"]
+    metrics["game/winnings"] = won.mean().item()
+    return samples, other_samples, metrics
+
+
 def main(config):
     from omegaconf import OmegaConf
 
@@ -119,26 +135,18 @@ def main(config):
         )
     roles = build_roles(run, grader)
     run.start("two adapters that play against each other")
-    states = [copy.deepcopy(roles.actor.state()) for _ in range(2)]
+    states = [copy.deepcopy(roles.actor.state()) for _ in range(NUM_PLAYERS)]
     frozen_numbers = None
     validate_first(run, roles)
     while run.should_continue:
         start = time.perf_counter()
         run.profiler.begin_step(run.progress.step + 1)
-        with playing(roles, states, 0):
-            samples = draw(run, roles)
-        with playing(roles, states, 1):
-            other_samples = draw(run, roles)
-            won = winnings(samples.scores, other_samples.scores)
-            learn(run, roles, other_samples, -won)
-        with playing(roles, states, 0):
-            metrics = learn(run, roles, samples, won)
+        samples, other_samples, metrics = play(run, roles, states)
         if frozen_numbers is None:
             # New adapters change nothing, so these are the moves of the model itself.
             frozen_numbers = other_samples.scores
-        metrics["game/winnings"] = won.mean().item()
         metrics["game/against_frozen"] = winnings(samples.scores, frozen_numbers).mean().item()
-        end_step(run, roles, samples, metrics, 1, start)
+        end_step(run, roles, samples, metrics, NUM_PLAYERS, start)
     with playing(roles, states, 1):
         roles.export(run.output_dir / "hf_other", run.base_name)
     roles.actor.load_state(states[0])

@@ -122,8 +122,28 @@ def count_steps(config, train) -> tuple[int, int]:
             f"{config.data.train_files}: lower it"
         )
     if config.trainer.total_steps > 0:
+        warn_of_unused_epochs(config.trainer, steps_per_epoch)
         return steps_per_epoch, config.trainer.total_steps
     return steps_per_epoch, config.trainer.total_epochs * steps_per_epoch
+
+
+def warn_of_unused_epochs(trainer, steps_per_epoch: int) -> None:
+    """Warn on rank 0 if trainer.total_epochs is set, but trainer.total_steps chooses another end.
+
+    This is no error: a command often shortens the run of a YAML file with total_steps.
+    """
+    from config import defaults
+
+    epochs = trainer.total_epochs
+    steps_of_epochs = epochs * steps_per_epoch
+    is_set = epochs != defaults("trainer").total_epochs
+    is_unused = is_set and steps_of_epochs != trainer.total_steps
+    if is_unused and int(os.environ.get("RANK", 0)) == 0:
+        print(
+            f"warning: trainer.total_epochs={epochs} ({steps_of_epochs:,} steps) is not used, "
+            f"because trainer.total_steps={trainer.total_steps} is set: leave out one of them",
+            flush=True,
+        )
 
 
 def check_tool_settings(config) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -128,6 +129,7 @@ class Tracker:
         self.constant_steps = 0
         self.max_gap = max_log_prob_gap(config)
         self.has_warned_of_old_tokens = False
+        self.has_warned_of_passing_scores = False
         # With one response per prompt, no group is informative.
         has_single_responses = OmegaConf.select(config, "rollout.n") == 1
         self.hidden = "reward/informative_groups" if has_single_responses else None
@@ -255,6 +257,27 @@ class Tracker:
                 f"not be graded and are left out; the first: {failures[0].summary} (all are in "
                 f"{self.out}/failures.jsonl)"
             )
+
+    def report_passing_scores(self, scores: Sequence[float], passing_score: float) -> None:
+        """Warn once if pass@k may tell nothing: all scores are on one side of its threshold.
+
+        Scores that are all equal are no reason: all responses may be right, or all wrong.
+
+        Args:
+            scores: the scores of a validation, on all ranks.
+            passing_score: the score from which on a response counts as right.
+        """
+        if not self.enabled or not len(scores) or self.has_warned_of_passing_scores:
+            return
+        low = min(scores)
+        high = max(scores)
+        if low < high and (high < passing_score or low >= passing_score):
+            self.print(
+                f"warning: pass@k counts a score of {passing_score} or more as right, and all "
+                f"scores of this validation are from {low:g} to {high:g}: if other scores are "
+                "right, scale the reward"
+            )
+            self.has_warned_of_passing_scores = True
 
     def print(self, text: str) -> None:
         """Print text on the console, above the progress bar."""

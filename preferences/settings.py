@@ -49,6 +49,11 @@ def check_rows(config: DictConfig, loss: PreferenceLoss, datasets: dict) -> None
         datasets: PreferenceDatasets by the configuration key of their files.
     """
     for key, dataset in datasets.items():
+        if loss.needs_kl and len(dataset) < 2:
+            raise InputError(
+                f"{key} has one row, and algorithm.loss={loss.name} compares answers with answers "
+                "of other rows: give at least 2 rows"
+            )
         num_single = len(dataset) - dataset.num_pairs
         if loss.takes_pairs and num_single:
             raise InputError(

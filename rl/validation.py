@@ -4,6 +4,7 @@ import torch
 
 from algorithms.pass_at_k import pass_at_k
 from rl.reward_model import PART as REWARD_MODEL_PART
+from rl.scoring import NO_FUNCTION
 from rollout.samples import Samples
 
 PASSING_SCORE = 1
@@ -22,8 +23,8 @@ def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, flo
     """Return the metrics of n responses, or episodes, to each prompt.
 
     function: reward.function. The mean score is called val/{function}, and the mean of each part
-    val/{function}/{part}. The mean score of a reward model is val/reward_model; it is not included
-    in val/{function}.
+    val/{function}/{part}; with a function of none, there are no scores. The mean score of a reward
+    model is val/reward_model; it is not included in val/{function}.
 
     Episodes of several turns add the metrics in EPISODE_METRICS.
 
@@ -34,11 +35,13 @@ def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, flo
     name = f"val/{function_name}"
     episodes = samples.episodes
     metrics = {
-        name: episodes.choose(samples.scores).mean().item(),
         "val/response_length": episodes.total(samples.response_lengths).float().mean().item(),
         "val/truncated": episodes.choose(samples.truncated).float().mean().item(),
         "val/failures": len(samples.failures),
     }
+    has_function = function != NO_FUNCTION
+    if has_function:
+        metrics[name] = episodes.choose(samples.scores).mean().item()
     parts = dict(samples.parts)
     if SCORE_OF_MODEL in samples.metrics:
         del parts[REWARD_MODEL_PART]
@@ -48,7 +51,7 @@ def validation_metrics(samples: Samples, function: str, n: int) -> dict[str, flo
     for key, source in EPISODE_METRICS.items():
         if source in samples.metrics:
             metrics[key] = samples.metrics[source]
-    if n > 1:
+    if n > 1 and has_function:
         metrics[f"{name}/mean@{n}"] = metrics[name]
         for k, rate in pass_rates(samples, n).items():
             metrics[f"{name}/pass@{k}"] = rate

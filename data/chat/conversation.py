@@ -19,7 +19,7 @@ from data.chat.special_tokens import escape_special_tokens, find_special_tokens,
 from data.chat.tokenizer import TEMPLATE_ERRORS, ChatTokenizer
 from data.chat.tokens import Span, Tokens
 from data.images.sources import IMAGE
-from data.messages import LOSS_KEYS
+from data.messages import CONTEXT_KEY, LOSS_KEYS
 from data.rows import TemplateInputs
 
 ADVICE_ON_PARTS = (
@@ -217,7 +217,8 @@ class Conversation:
 
 def without_loss_keys(message: dict) -> dict:
     """Return a message without the keys that only control the loss."""
-    return {key: value for key, value in message.items() if key not in LOSS_KEYS}
+    hidden = (*LOSS_KEYS, CONTEXT_KEY)
+    return {key: value for key, value in message.items() if key not in hidden}
 
 
 def describe_unusual_part(messages: list[dict]) -> str:

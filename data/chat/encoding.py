@@ -16,7 +16,7 @@ from data.chat.plain_text import check_no_images, encode_pair
 from data.chat.spans import find_spans
 from data.chat.tokenizer import LONE_SURROGATE, ChatTokenizer
 from data.images.sources import place_images
-from data.messages import LOSS_KEYS
+from data.messages import CONTEXT_KEY, LOSS_KEYS
 from data.rows import template_inputs, training_messages
 
 Result = TypeVar("Result")
@@ -107,6 +107,8 @@ def learned_turns(messages: list[dict], train_on: str) -> list[int]:
 
 
 def is_learned(message: dict) -> bool:
+    if message.get(CONTEXT_KEY):
+        return False
     return all(message.get(key, True) for key in LOSS_KEYS)
 
 

@@ -35,6 +35,8 @@ class ChatTokenizer:
         end_ids: all tokens that end generation.
         added: id -> text of the tokens that were added to the vocabulary.
         special: the control tokens in `added`, except the unknown token.
+        unknown_id: the token for text that the tokenizer cannot represent; None if it has none, or
+            one that also begins or ends texts.
         coverage: which characters the tokenizer can represent.
         may_drop: whether characters that it cannot represent may be dropped without an error.
         literals: the strings in the template's code that it may look for in texts.
@@ -66,6 +68,9 @@ class ChatTokenizer:
         self.special_prefixes = {text[:2] for text in self.special.values()}
         self.absorbs_spaces = any(token.lstrip or token.rstrip for token in added_tokens.values())
 
+        unknown_id = tokenizer.unk_token_id
+        has_other_use = unknown_id in (*self.end_ids, tokenizer.bos_token_id)
+        self.unknown_id = None if has_other_use else unknown_id
         self.coverage = Coverage(self)
         self.may_drop = False
 

@@ -22,7 +22,7 @@ from engines.context_parallel import (
 from engines.fsdp import tracing, vision
 from engines.fsdp.attention import gathers_keys
 from engines.fsdp.recurrence import recurrent_layers
-from engines.fsdp.sharding import is_sharded
+from engines.fsdp.sharding import is_replicated, is_sharded
 from engines.heads import Head
 from engines.model import experts, float8, freeze, lora, mtp
 from engines.model.hf import build_on_meta, layer_modules, read_hf_config
@@ -70,9 +70,13 @@ def check_model_and_layout(config: DictConfig, world_size: int, head: Head, repo
 
 
 def check_float8_cache(config: DictConfig, world_size: int) -> None:
-    """Raise InputError if weights in FP8 are to be kept, but the weights do not stay gathered."""
+    """Raise InputError if weights in FP8 are to be kept, but the weights do not stay gathered.
+
+    The layers in FP8 are frozen beside adapters, so FSDP leaves them alone if is_replicated().
+    """
     engine = config.engine
-    if not engine.float8_cache_weights or not is_sharded(config, world_size):
+    is_divided = is_sharded(config, world_size) and not is_replicated(config, world_size)
+    if not engine.float8_cache_weights or not is_divided:
         return
     for key in ("cpu_offload", "reshard_after_forward"):
         if engine[key]:

@@ -79,8 +79,9 @@ def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
 
     The result is at most MAX_NUM_SEQS, and at most the number of responses that a replica generates
     in one draw. The estimate for each sequence is the KV cache of the longest prompt and of half of
-    rollout.max_tokens, plus the logits unless rollout.kv_cache_gib is set. If sequences need more,
-    vLLM preempts some of them.
+    what may follow it (rollout.max_tokens; of an episode, the rest of rollout.max_episode_tokens),
+    plus the logits unless rollout.kv_cache_gib is set. If sequences need more, vLLM preempts some
+    of them.
 
     Args:
         device_bytes: The device's memory; 0 for a CPU.
@@ -90,7 +91,8 @@ def max_num_seqs(config: DictConfig, world_size: int, device_bytes: int) -> int:
         return rollout.max_num_seqs
     tp = rollout.tensor_parallel_size
     shape = read_hf_config(config.model.path).get_text_config()
-    mean_length = config.data.max_prompt_length + rollout.max_tokens / 2
+    longest, _ = longest_sequence(config)
+    mean_length = (config.data.max_prompt_length + longest) / 2
     bytes_per_sequence = kv_bytes_per_token(config, shape) * mean_length
     if rollout.kv_cache_gib or not device_bytes:
         available_bytes = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB

@@ -1043,6 +1043,13 @@ def test_prompt_and_response():
             "only assistant messages",
         ),
         (
+            {
+                "prompt": say("x", {"role": "assistant", "content": "y", "loss_mask": 1}, "z"),
+                "response": "a",
+            },
+            '"message 1.loss_mask" is 1, but the message belongs to the prompt',
+        ),
+        (
             {"messages": [{"role": "assistant", "content": "x", "loss_mask": "none"}]},
             "must be true or false",
         ),

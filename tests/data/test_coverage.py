@@ -1,13 +1,18 @@
 """Characters that a tokenizer drops, because its vocabulary lacks them."""
 
+import json
+
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from config import InputError, load
+from data import unknown_tokens
 from data.chat import encoding
 from data.chat.tokenizer import ChatTokenizer, load_tokenizer
+from data.dataset import TokenDataset, tokenize
 from tests.data.chat_templates import CHATML, make_tokenizer
 from tests.data.test_chat import encode, options, say
 
@@ -108,3 +113,43 @@ def test_words_whose_letters_have_no_tokens_of_their_own():
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     chat = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=words))
     assert chat.tokenize("one two").ids == [0, 1]
+
+
+def load_rows(folder, tokenizer, answers):
+    """Return the data set of questions with these answers."""
+    path = folder / "rows.jsonl"
+    rows = [{"messages": say("q", answer)} for answer in answers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = options(max_length=100, truncation="error", num_proc=None)
+    return TokenDataset.load(tokenize(str(path), tokenizer, settings, folder / "cache", folder))
+
+
+def test_rows_with_unknown_tokens_are_counted(tmp_path, capsys):
+    answers = ["seven", "7 of 9", "five", "7"]
+    for _ in range(2):  # the second time, from the cache
+        dataset = load_rows(tmp_path, lower_case_tokenizer("<unk>"), answers)
+        assert len(dataset) == 4
+        line = "data: the tokenizer writes '<unk>' for text that it cannot represent: 2 rows"
+        assert line in capsys.readouterr().out
+    load_rows(tmp_path, lower_case_tokenizer("<unk>"), ["seven"])
+    assert "cannot represent" not in capsys.readouterr().out
+
+
+def test_a_row_that_consists_mostly_of_unknown_tokens_is_named(tmp_path):
+    message = "rows.jsonl:2: 30 of .* tokens are '<unk>', which the tokenizer .* cannot represent"
+    with pytest.raises(InputError, match=message):
+        load_rows(tmp_path, lower_case_tokenizer("<unk>"), ["seven", "7" * 30])
+
+
+def test_an_unknown_token_that_also_ends_texts_tells_nothing(tmp_path, capsys):
+    """As in GPT-2."""
+    tokenizer = lower_case_tokenizer("<unk>")
+    tokenizer.eos_token = "<unk>"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    load_rows(tmp_path, tokenizer, ["seven"])
+    assert "cannot represent" not in capsys.readouterr().out
+
+
+def test_neighbouring_unknown_tokens_of_two_rows_are_two_rows():
+    ids = np.array([5, 0, 0, 5, 5])
+    assert unknown_tokens.count_rows(ids, np.array([0, 2, 4, 5]), 0) == {unknown_tokens.COUNT: 2}

@@ -8,7 +8,8 @@ import datasets
 import pytest
 
 from config import InputError
-from data.chat.encoding import encode as encode_row, encode_together
+from data.chat.conversation import without_loss_keys
+from data.chat.encoding import encode as encode_row, encode_together, is_learned
 from data.chat.tokenizer import ChatTokenizer
 from data.columns import check_column_keys, report_lines, unused_row_lines, uses_of_file
 from data.dataset import tokenize_row
@@ -197,9 +198,8 @@ def test_rows_that_are_not_read_as_something_else(row, error):
 )
 def test_a_system_prompt_is_for_rows_without_a_system_message(row, system):
     messages = training_messages(row, True, options(system_prompt="Be brief"))
-    assert messages[0] == {"role": "system", "content": system} | (
-        {"loss_mask": 0} if "prompt" in row else {}
-    )
+    assert without_loss_keys(messages[0]) == {"role": "system", "content": system}
+    assert is_learned(messages[0]) == ("prompt" not in row)
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from config import InputError
 from data.columns import check_column_keys, report_lines, unused_row_lines
+from data.messages import as_context
 from data.preference_dataset import PreferenceDataset, tokenize_preferences
 from data.preferences import read_preference
 from tests.data.chat_templates import QWEN2, make_tokenizer
@@ -82,6 +83,7 @@ LABELLED = {
         ],
         "kto_tag": True,
     },
+    "two labels that agree": {"messages": [USER, GOOD], "label": True, "kto_tag": "1"},
     "a CSV file that also has pairs": {
         "prompt": "2+3?",
         "completion": "5",
@@ -344,6 +346,28 @@ MISTAKES = {
         {"prompt": "2+3?", "completion": "5", "label": 0.7},
         "\"label\" is '0.7': must be true for an answer that is desirable",
     ),
+    "two labels that differ": (
+        {"prompt": "2+3?", "completion": "5", "label": True, "kto_tag": "false"},
+        "\"label\" is 'True', and \"kto_tag\" is 'false': leave out one of them, or set "
+        "data.label_key=kto_tag, which does not read label",
+    ),
+    "a prompt that is to be trained": (
+        {"prompt": [USER, GOOD | {"loss_mask": 1}, USER], "chosen": [GOOD], "rejected": [BAD]},
+        '"message 1.loss_mask" is 1, but the message belongs to the prompt, and only answers are '
+        'trained: leave out loss_mask, or set data.ignored_fields=["loss_mask"]',
+    ),
+    "a prompt with a label that is to be trained": (
+        {"prompt": [USER, GOOD | {"train": True}, USER], "completion": [GOOD], "label": True},
+        '"message 1.train" is 1, but the message belongs to the prompt',
+    ),
+    "a common beginning of chats that is to be trained": (
+        {"chosen": [USER | {"loss_mask": 1}, GOOD], "rejected": [USER | {"loss_mask": 1}, BAD]},
+        '"messages[0].loss_mask" is 1, but the role is user',
+    ),
+    "a prompt that is a list of texts": (
+        {"prompt": ["2+3?"], "chosen": "5", "rejected": "6"},
+        '"prompt" must be a list of messages, not',
+    ),
     "a chat with a label that ends with a question": (
         {"messages": [USER, GOOD, USER], "label": True},
         '"messages" ends with a message of the role user: it must end with an answer',
@@ -402,6 +426,16 @@ def test_a_template_that_loses_text_is_an_error_or_drops_the_pair(tmp_path, toke
     assert dataset.stats["dropped_lost_fields"] == 1
 
 
+@pytest.mark.parametrize("answers", [{"chosen": [GOOD], "rejected": [BAD]}, {"completion": [GOOD]}])
+def test_a_prompt_is_not_trained_if_loss_masks_are_ignored(tmp_path, tokenizer, answers):
+    prompt = [USER, GOOD | {"loss_mask": 1}, USER]
+    row = {"prompt": prompt, **answers}
+    if "completion" in answers:
+        row["label"] = True
+    dataset = load(tmp_path, [row], tokenizer, ignored_fields=["loss_mask"])
+    assert texts_of(dataset, 0, tokenizer)[0][1] == "5<|im_end|>"
+
+
 def test_an_answer_may_begin_with_the_result_of_a_tool():
     """Its prompt then ends with the call."""
     call = {"function": {"name": "add", "arguments": {}}}
@@ -409,7 +443,7 @@ def test_an_answer_may_begin_with_the_result_of_a_tool():
     results = [{"role": "tool", "content": text} for text in ("5", "6")]
     row = {"prompt": prompt, "chosen": [results[0], GOOD], "rejected": [results[1], BAD]}
     preference = read_preference(row, data_options(), has_template=True)
-    context = [message | {"loss_mask": 0} for message in prompt]
+    context = [as_context(message) for message in prompt]
     assert preference.chosen == {"messages": [*context, results[0], GOOD]}
     assert preference.rejected == {"messages": [*context, results[1], BAD]}
 

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 import job.distillation  # noqa: F401  a test replaces functions that it imports
 import train_sft
 from config import InputError, load
+from configs.files import SCRIPTS
 from job.hardware import Hardware
 from job.metrics import throughput
 from job.progress import Progress
@@ -307,6 +308,20 @@ def test_steps_are_whole_batches(num_rows, pairs, steps):
     assert count_steps(load("sft.yaml", settings), range(num_rows)) == steps
     with pytest.raises(InputError, match="train_batch_size=4 is more than the 3 rows of x"):
         count_steps(load("sft.yaml", settings), range(3))
+
+
+@pytest.mark.parametrize(
+    "epochs, steps, is_unused",
+    [(3, 7, True), (3, 15, False), (3, -1, False), (1, 7, False)],
+    ids=["contradict", "agree", "epochs alone", "steps alone"],
+)
+def test_epochs_that_total_steps_overrides_are_reported(epochs, steps, is_unused, capsys):
+    settings = ["model.path=x", "data.train_files=x", "data.train_batch_size=4"]
+    settings += [f"trainer.total_epochs={epochs}", f"trainer.total_steps={steps}"]
+    for script in SCRIPTS:
+        count_steps(load(f"{script}.yaml", settings), range(20))
+        warning = "warning: trainer.total_epochs=3 (15 steps) is not used, because"
+        assert capsys.readouterr().out.startswith(warning) == is_unused
 
 
 @pytest.mark.parametrize(

@@ -382,6 +382,28 @@ def test_the_console_names_the_first_failure_of_a_step(tmp_path, capsys):
     assert "ValueError: no Q, please" in warning
 
 
+@pytest.mark.parametrize(
+    "scores, is_reported",
+    [
+        ([0, 0.5], True),
+        ([-1, 0], True),
+        ([1, 2], True),
+        ([0, 1], False),
+        ([0, 0], False),
+        ([1, 1], False),
+        ([], False),
+    ],
+)
+def test_scores_on_one_side_of_the_threshold_of_pass_at_k_are_reported_once(
+    tmp_path, capsys, scores, is_reported
+):
+    tracker = tracking.Tracker(configure(tmp_path, "trainer.report=false"), 0, 0, 1)
+    for _ in range(2):
+        tracker.report_passing_scores(scores, 1)
+    tracker.close()
+    assert capsys.readouterr().out.count("pass@k counts a score of 1 or more") == is_reported
+
+
 @pytest.mark.slow
 def test_wandb_has_metrics_samples_and_the_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -9,7 +9,7 @@ from data.preference_dataset import PreferenceDataset, tokenize_preferences
 from data.tokenization import plain_options
 from examples.arithmetic import make_tokenizer
 from preferences.losses import PreferenceLoss
-from preferences.settings import check_lengths
+from preferences.settings import check_lengths, check_rows
 
 PAIRS = [
     {"prompt": "1+1=", "chosen": "2", "rejected": "10000"},
@@ -81,3 +81,15 @@ def test_an_answer_to_another_prompt_is_cut_to_the_length_of_a_row(tmp_path):
     keys = ("data.max_length", "data.max_tokens_per_micro_batch")
     config = configure("algorithm.loss=kto", *(f"{key}={limit}" for key in keys))
     check_lengths(config, PreferenceLoss.of(config), dataset, world_size=1)
+
+
+@pytest.mark.parametrize("rows, is_refused", [(LABELS, False), (LABELS[:1], True)])
+def test_kto_needs_a_second_row_to_compare_with(tmp_path, rows, is_refused):
+    config = configure("algorithm.loss=kto")
+    datasets = {"data.val_files": make_dataset(tmp_path, rows, config)}
+    loss = PreferenceLoss.of(config)
+    if not is_refused:
+        check_rows(config, loss, datasets)
+        return
+    with pytest.raises(InputError, match="data.val_files has one row, and algorithm.loss=kto"):
+        check_rows(config, loss, datasets)

@@ -511,6 +511,15 @@ def test_every_wrong_value_is_reported():
     )
 
 
+def test_keys_of_another_script_or_engine_share_a_line():
+    keys = ["engine.fsdp_size=2", "rollout.n=2", "engine.float8=rowwise", "zzz=1"]
+    assert told("sft", "model_engine=megatron", *keys, "engine.fsdp_size=4").splitlines() == [
+        "unknown key zzz; --help lists the keys",
+        "unknown keys engine.fsdp_size, engine.float8; only model_engine=fsdp reads them",
+        "unknown key rollout.n; only train_ppo.py reads it",
+    ]
+
+
 def test_every_key_that_advice_names_exists():
     places = readers()
     names = OmegaConf.to_container(OmegaConf.load(CONFIGS / "names.yaml"))

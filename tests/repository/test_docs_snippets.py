@@ -116,7 +116,7 @@ def test_the_page_about_your_own_loop_shows_the_example():
     assert textwrap.indent(excerpt, " " * 8) in example
     assert loss.splitlines()[0] in example
     self_play = (ROOT / "examples" / "self_play.py").read_text()
-    assert textwrap.indent(two_players, " " * 8) in self_play
+    assert textwrap.indent(two_players, " " * 4) in self_play
 
 
 def rows_of_the_pages() -> list[dict]:

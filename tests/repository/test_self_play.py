@@ -39,6 +39,39 @@ def test_players_take_turns():
     assert [x["adapter"].tolist() for x in states] == [[21.0, 22.0], [13.0, 14.0]]
 
 
+class Roles:
+    """Both players name 0 in every game. The second player's update is skipped."""
+
+    def __init__(self):
+        state = {"adapter": torch.zeros(1)}
+        self.actor = SimpleNamespace(state=lambda: state, load_state=state.update)
+
+    def wake(self):
+        pass
+
+    sleep = wake
+
+    def collect(self, train, rows_of_batch, batch, step):
+        samples = SimpleNamespace(scores=torch.zeros(2), response_lengths=torch.ones(2))
+        return samples, batch + 1
+
+    def divide(self, samples):
+        batch = SimpleNamespace(fields={"loss_mask": torch.ones(2)})
+        return SimpleNamespace(batch=batch, repeat_on_tokens=lambda values: values)
+
+    def update(self, share, loss_fn, step):
+        return {"actor/skipped": int(self.actor.state()["adapter"])}
+
+
+def test_skipped_updates_of_both_players_are_counted():
+    progress = SimpleNamespace(batch=0, step=0)
+    run = SimpleNamespace(train=[], order=SimpleNamespace(rows_of_batch=None), progress=progress)
+    states = [{"adapter": torch.tensor([float(player)])} for player in range(2)]
+    *_, metrics = self_play.play(run, Roles(), states)
+    assert metrics == {"actor/skipped": 1, "game/winnings": 0}
+    assert progress.batch == 2
+
+
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("game")

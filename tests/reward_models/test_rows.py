@@ -33,6 +33,7 @@ def options_of(*settings: str):
         ({"messages": CHAT, "score": -1.5}, -1.5),
         ({"messages": CHAT, "label": True}, 1.0),
         ({"messages": CHAT, "kto_tag": "false"}, 0.0),
+        ({"messages": CHAT, "label": False, "kto_tag": 0}, 0.0),
         ({"prompt": "1+1=", "completion": "2", "score": 3}, 3.0),
     ],
 )
@@ -58,6 +59,7 @@ def test_empty_cells_of_a_csv_file_are_no_pair():
         (PAIR | {"margin": "much"}, "\"margin\" is 'much': must be a number"),
         (PAIR | {"margin": math.inf}, "must be a number"),
         ({"messages": CHAT, "score": [1]}, "must be a number"),
+        ({"messages": CHAT, "label": 1, "kto_tag": False}, '"label" is \'1\', and "kto_tag" is '),
         ({"messages": [*CHAT, CHAT[0]], "score": 1}, '"messages" ends with a message of the role'),
         ({"messages": CHAT}, "nor a score is in the row, which has messages"),
         ({"prompt": "1+1=", "chosen": "2"}, '"rejected" is missing'),
@@ -99,6 +101,25 @@ def test_a_batch_has_the_whole_rendered_conversation(tmp_path):
     assert batch.fields["target"][ends].tolist() == [0, 0, 2, 2]
     assert batch.fields["answer"][ends].tolist() == [0, 1, 2, 3]
     assert dataset.last_tokens() == {expected[-1]}
+
+
+@pytest.mark.parametrize("truncation, num_rows", [("left", 2), ("right", 2), ("drop", 1)])
+def test_a_long_conversation_is_cut_or_dropped(tmp_path, truncation, num_rows, capsys):
+    tokenizer = make_tokenizer()
+    file = tmp_path / "rows.jsonl"
+    long = PAIR | {"chosen": "123456789"}
+    file.write_text("".join(json.dumps(row) + "\n" for row in (PAIR, long)))
+    settings = ["data.max_length=15", f"data.truncation={truncation}"]
+    path = tokenize_rewards(str(file), tokenizer, options_of(*settings), tmp_path / "c", tmp_path)
+    dataset = RewardDataset.load(path)
+    assert len(dataset) == num_rows
+    if truncation == "drop":
+        assert "longer than data.max_length=15: 1 row" in capsys.readouterr().out
+        return
+    cut, _ = dataset.batch([1]).split([1, 1])
+    whole = tokenizer.apply_chat_template([CHAT[0], CHAT[1] | {"content": "123456789"}])
+    expected = whole["input_ids"][-15:] if truncation == "left" else whole["input_ids"][:15]
+    assert cut.input_ids.tolist() == [*expected, expected[-1]]
 
 
 def test_transcripts_are_chats_only_for_a_chat_template(tmp_path):

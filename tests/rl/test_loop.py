@@ -169,6 +169,8 @@ def finish(tmp_path, monkeypatch, samples, *more, before=lambda run: None):
         log=log,
         log_samples=lambda step, examples: None,
         report_failures=lambda step, samples: run.tracker.reported.append(step),
+        passing=[],
+        report_passing_scores=lambda *values: run.tracker.passing.append(values),
     )
     before(run)
     clock = iter(range(1000))
@@ -267,6 +269,14 @@ def test_the_end_of_a_step_reports_its_failures(finished):
     run.progress.step = 0
     train_ppo.end_step(run, roles, roles.samples, {}, 1, 0.0)
     assert run.tracker.reported == [1]
+
+
+@pytest.mark.parametrize("n, reported", [(1, []), (2, [([1, 0, 2], 1)] * 2)])
+def test_a_validation_reports_the_scores_that_pass_at_k_counts(tmp_path, monkeypatch, n, reported):
+    samples = make_samples([1, 2, 3], [1, 0, 2], [0, 0, 1])
+    settings = [f"validation.n={n}", "validation.temperature=1"]
+    run, _ = finish(tmp_path, monkeypatch, samples, *settings)
+    assert run.tracker.passing == reported
 
 
 def test_the_stages_of_a_step_are_called_in_order_with_its_number(finished):

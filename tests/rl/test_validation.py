@@ -47,6 +47,15 @@ def test_validation_with_one_response_and_with_an_odd_number():
     assert "val/exact_match/pass@4" not in metrics
 
 
+def test_without_a_reward_function_there_is_no_score_of_0():
+    samples = make_samples([1, 1], [0, 0], [0, 0])
+    samples.parts["model"] = torch.tensor([9.0, 8.0])
+    with_model = replace(samples, metrics={"reward/model/mean": 8.5})
+    metrics = validation_metrics(with_model, "none", 2)
+    assert metrics["val/reward_model"] == 8.5
+    assert not [name for name in metrics if name.startswith("val/none")]
+
+
 def test_validation_shows_the_metrics_of_episodes():
     samples = make_samples([1, 1], [0, 1], [0, 0])
     samples.metrics = {"episodes/turns/mean": 2.5, "episodes/limited": 0.25}

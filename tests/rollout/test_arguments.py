@@ -124,6 +124,19 @@ def test_as_many_sequences_as_fit_in_memory(folder, num_drafted):
     assert max_num_seqs(tight, 2, GPU_BYTES) == int(0.001 * 2**30 / (125 * kv_bytes))
 
 
+def test_sequences_of_episodes_are_as_long_as_an_episode(folder):
+    """Not only as one of its turns."""
+    make_model(folder / "episodes", "qwen3")
+    settings = ["rollout.kv_cache_gib=0.01", "rollout.n=1000", "data.max_prompt_length=100"]
+    in_one_turn = make_config(folder / "episodes", *settings, "rollout.max_tokens=700")
+    episodes = make_config(
+        folder / "episodes", *settings, "rollout.max_tokens=50", "rollout.max_episode_tokens=800"
+    )
+    num_seqs = max_num_seqs(episodes, 1, GPU_BYTES)
+    assert num_seqs == max_num_seqs(in_one_turn, 1, GPU_BYTES)
+    assert 1 < num_seqs < 1000
+
+
 @pytest.fixture
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

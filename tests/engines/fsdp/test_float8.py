@@ -24,6 +24,8 @@ SETTINGS = {
     "tensorwise": ("qwen3", TENSORWISE, False),
     "gathered": ("qwen3", f"{TENSORWISE} {GATHERED}", False),
     "cached": ("qwen3", f"{TENSORWISE} {GATHERED} float8_cache_weights=true", False),
+    "adapters, whole weights": ("qwen3", f"{TENSORWISE} fsdp_size=1", True),
+    "adapters, cached": ("qwen3", f"{TENSORWISE} fsdp_size=1 float8_cache_weights=true", True),
     "recomputed": ("qwen3", f"{ROWWISE} {RECOMPUTE}", False),
     "adapters": ("qwen3", ROWWISE, True),
     "adapters in bf16": ("qwen3", MASTER, True),
@@ -102,11 +104,15 @@ def test_recomputing_layers_changes_nothing(results, world):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "cached, plain", [("cached", "gathered"), ("adapters, cached", "adapters, whole weights")]
+)
 @on_ranks("float8_training", 1, 2)
-def test_weights_rounded_once_per_batch_change_nothing(results, world):
+def test_weights_rounded_once_per_batch_change_nothing(results, world, cached, plain):
     result = results(world)["float8_training"]
-    assert result["cached"]["metrics"] == result["gathered"]["metrics"]
-    assert result["cached"]["weights"] == result["gathered"]["weights"]
+    assert result[cached]["layers"] > 0
+    assert result[cached]["metrics"] == result[plain]["metrics"]
+    assert result[cached]["weights"] == result[plain]["weights"]
 
 
 @pytest.mark.slow

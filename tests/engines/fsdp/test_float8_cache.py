@@ -133,6 +133,13 @@ def test_nothing_is_kept_without_the_setting(folder):
         (["engine.reshard_after_forward=false"], 2, None),
         (["engine.param_dtype=bfloat16"], 2, "set engine.reshard_after_forward=false"),
         (["engine.cpu_offload=true"], 1, "set engine.cpu_offload=false"),
+        (["model.lora.rank=4", "engine.fsdp_size=1"], 2, None),
+        (["model.lora.rank=4", "engine.fsdp_size=2"], 4, "set engine.reshard_after_forward=false"),
+        (
+            ["model.lora.rank=4", "engine.fsdp_size=1", "engine.cpu_offload=true"],
+            2,
+            "set engine.cpu_offload=false",
+        ),
     ],
 )
 def test_weights_must_stay_gathered(folder, settings, world_size, message):
