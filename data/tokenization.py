@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -196,11 +197,10 @@ def tokenize_files(
         InputError: a file has no rows, or a row is malformed (the message names the first one, as
             file:line).
     """
-    with forking_workers():
-        tables = [
-            tokenize_file(source, spec, chat, options, work / str(i))
-            for i, source in enumerate(sources)
-        ]
+    tables = [
+        tokenize_file(source, spec, chat, options, work / str(i))
+        for i, source in enumerate(sources)
+    ]
     for table in tables:
         if table["error"].null_count < len(table):
             raise InputError(table["error"].drop_null()[0].as_py())
@@ -215,26 +215,28 @@ def tokenize_file(source: Source, spec: CacheSpec, chat: ChatTokenizer, options,
     if not len(rows):
         raise InputError(f"{source.path}: the file has no rows")
     types = column_types()
-    num_processes = options.num_proc or default_processes(len(rows))
-    tokens = rows.map(
-        tokenize_rows,
-        batched=True,
-        batch_size=ROWS_PER_CALL,
-        with_indices=True,
-        remove_columns=rows.column_names,
-        fn_kwargs={
-            "source": source,
-            "spec": spec,
-            "chat": chat,
-            "options": options,
-        },
-        features=Features({name: types[name] for name in [*spec.unused, "error"]}),
-        desc=f"tokenizing {source.path.name}",
-        num_proc=min(num_processes, len(rows)) if num_processes > 1 else None,
-        new_fingerprint="tokens",
-        cache_file_name=str(work / "tokens.arrow"),
-        load_from_cache_file=False,
-    )
+    num_processes = min(options.num_proc or default_processes(len(rows)), len(rows))
+    has_workers = num_processes > 1
+    with forking_workers() if has_workers else nullcontext():
+        tokens = rows.map(
+            tokenize_rows,
+            batched=True,
+            batch_size=ROWS_PER_CALL,
+            with_indices=True,
+            remove_columns=rows.column_names,
+            fn_kwargs={
+                "source": source,
+                "spec": spec,
+                "chat": chat,
+                "options": options,
+            },
+            features=Features({name: types[name] for name in [*spec.unused, "error"]}),
+            desc=f"tokenizing {source.path.name}",
+            num_proc=num_processes if has_workers else None,
+            new_fingerprint="tokens",
+            cache_file_name=str(work / "tokens.arrow"),
+            load_from_cache_file=False,
+        )
     return tokens.with_format("arrow")[:]
 
 
