@@ -45,10 +45,11 @@ class Coverage:
         return [character for character in characters if self._is_unknown[character]]
 
     def _examine(self, characters: list[str]) -> None:
-        for character, tokens in zip(characters, self.chat.tokenize_batch(characters), strict=True):
-            decoded = self.chat.decode(tokens.ids)
-            is_partial = REPLACEMENT in decoded and character != REPLACEMENT
-            self._is_unknown[character] = not tokens.ids or is_partial
+        ids = [tokens.ids for tokens in self.chat.tokenize_batch(characters)]
+        texts = self.chat.decode_batch(ids)
+        for character, own_ids, text in zip(characters, ids, texts, strict=True):
+            is_partial = REPLACEMENT in text and character != REPLACEMENT
+            self._is_unknown[character] = not own_ids or is_partial
 
     def first_dropped(self, text: str, ids: list[int]) -> str | None:
         """Return the first character of a text that its tokens lack, or None.

@@ -162,6 +162,11 @@ class ChatTokenizer:
         """Return the text of these tokens, special tokens included."""
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
+    def decode_batch(self, ids_of_texts: list[list[int]]) -> list[str]:
+        """Return what decode() returns for each text. The texts are decoded in parallel."""
+        backend = self.tokenizer.backend_tokenizer
+        return backend.decode_batch(ids_of_texts, skip_special_tokens=False)
+
 
 def uses_stock_method(tokenizer) -> bool:
     """Return whether apply_chat_template() is the method of transformers.

@@ -99,6 +99,14 @@ def test_marks_are_after_the_first_word_and_the_last_letter(text, special, offse
     assert mark_offsets(text, special) == offsets
 
 
+def test_texts_are_decoded_together_as_they_are_alone():
+    chat = ChatTokenizer(make_tokenizer(CHATML))
+    texts = ["<|im_start|>the cat", "", " sat ", "the cat .", "<|im_end|>"]
+    ids = [tokens.ids for tokens in chat.tokenize_batch(texts)]
+    assert chat.decode_batch(ids) == [chat.decode(own_ids) for own_ids in ids]
+    assert chat.decode_batch(ids)[0].startswith("<|im_start|>")
+
+
 def test_special_tokens_in_a_text_are_found_in_order():
     chat = ChatTokenizer(make_tokenizer(CHATML))
     found = find_special_tokens("<|im_end|>a<|im_start|><|im_end|>", chat)
