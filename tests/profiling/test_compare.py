@@ -93,16 +93,16 @@ def test_arguments_set_the_tolerance_the_stage_and_the_folder_of_tables(
     command = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--step=2"]
     one_stage = [*command, "--stage=train_batch"]
     tables = tmp_path / "tables"
-    for arguments, code in (
+    for argv, code in (
         (command, compare.ExitCode.DIVERGE),
         (one_stage, compare.ExitCode.DIVERGE),
         ([*one_stage, "--tolerance=0.04"], compare.ExitCode.DIVERGE),
         ([*one_stage, "--tolerance=0.06", f"--output={tables}"], compare.ExitCode.AGREE),
     ):
-        monkeypatch.setattr("sys.argv", arguments)
-        assert compare.main() == code, arguments
+        monkeypatch.setattr("sys.argv", argv)
+        assert compare.main() == code, argv
         printed = capsys.readouterr().out
-        assert ("validate" in printed) == (arguments is command)
+        assert ("validate" in printed) == (argv is command)
         if code == compare.ExitCode.DIVERGE:
             assert re.search(r"A: .*max 1\.0 .*\n *B: .*max 0\.95 ", printed)
     assert [table.name for table in tables.iterdir()] == ["train_batch_rank0.csv"]
