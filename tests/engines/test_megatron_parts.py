@@ -198,6 +198,21 @@ def test_estimate_of_states(
     assert checkpoint_bytes(config) == written
 
 
+def test_layers_for_multi_token_prediction_are_counted_if_they_are_trained(megatron_folder):
+    path = megatron_folder / "mimo"
+    weights = load_file(path / "model.safetensors")
+    in_mtp_layers = sum(x.numel() for name, x in weights.items() if ".mtp_layers." in name)
+    assert in_mtp_layers
+    enabled = ["model.mtp.enable=true", "model.mtp.enable_train=true"]
+    parameters = []
+    for settings in ([], enabled):
+        config = make_config(megatron_folder, f"model.path={path}", *settings)
+        assert config.engine.compute_dtype == "bfloat16"
+        (stage,) = estimate_bytes(config, 1, "cuda")
+        parameters.append(stage["parameters"])
+    assert parameters[1] - parameters[0] == in_mtp_layers * 2
+
+
 def test_estimate_of_adapters(megatron_folder):
     """Only they have gradients, optimizer state and a place in checkpoints."""
     rank = 2
