@@ -348,10 +348,10 @@ def event_log_probs(z: Tensor, token_ids: Tensor, settings: LogProbSettings) -> 
     would round to zero where these have nearly all of the probability.
     """
     columns, is_on_rank = local_columns(token_ids, z.shape[1], settings)
-    chosen = torch.where(is_on_rank, z.gather(1, columns), 0.0)
-    chosen = sum_over(chosen, settings.group)
     outside = torch.where(is_on_rank, columns, z.shape[1])
-    without_chosen = with_column(z).scatter(1, outside, IMPOSSIBLE)[:, :-1]
+    padded = with_column(z)
+    chosen = sum_over(padded.gather(1, outside), settings.group)
+    without_chosen = padded.scatter(1, outside, IMPOSSIBLE)[:, :-1]
     log_sums = torch.stack([z.logsumexp(-1), without_chosen.logsumexp(-1)])
     log_z, log_z_rest = combine_log_sums(log_sums, settings.group)
     log_rest = torch.where(log_z_rest > IMPOSSIBLE / 2, log_z_rest - log_z, IMPOSSIBLE)

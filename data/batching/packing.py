@@ -55,9 +55,9 @@ def partition_by_differencing(costs: Sequence[float], num_parts: int) -> list[li
     with the smallest part of the other, and so on.
     """
     heap: list[tuple[float, int, list[Part]]] = []  # (-difference, tie breaker, parts)
-    for i in sorted(range(len(costs)), key=lambda i: (costs[i], i)):
-        parts = [(costs[i], [i])] + [(0.0, [])] * (num_parts - 1)  # the largest sum first
-        heap.append((-costs[i], i, parts))
+    for i, cost in enumerate(costs):
+        parts = [(cost, [i])] + [(0.0, [])] * (num_parts - 1)  # the largest sum first
+        heap.append((-cost, i, parts))
     heapq.heapify(heap)
     tie_breaker = len(costs)
     while len(heap) > 1:

@@ -484,3 +484,18 @@ def test_files_in_subdirectories_are_mentioned(tmp_path, capsys):
         (tmp_path / name).write_text("{}\n")
     assert find_files(str(tmp_path)) == [tmp_path / "a.jsonl"]
     assert "not read, such as" in capsys.readouterr().out
+    assert find_files(str(tmp_path), reports=False) == [tmp_path / "a.jsonl"]
+    assert capsys.readouterr().out == ""
+
+
+def test_patterns_are_replaced_by_their_files_in_alphabetical_order(tmp_path):
+    (tmp_path / "more" / "deep").mkdir(parents=True)
+    names = ("b.jsonl", "a.jsonl", "more/c.jsonl", "more/deep/d.jsonl")
+    b, a, c, d = (tmp_path / name for name in names)
+    for path in (b, a, c, d):
+        path.write_text("{}\n")
+    assert find_files(f"{tmp_path}/*.jsonl") == [a, b]
+    assert find_files(f"{tmp_path}/**/*.jsonl") == [a, b, c, d]
+    assert find_files([f"{tmp_path}/more/*.jsonl", str(b)]) == [c, b]
+    with pytest.raises(InputError, match="[.]csv: no such file or directory"):
+        find_files(f"{tmp_path}/*.csv")

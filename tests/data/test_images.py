@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import re
+import shutil
 import sys
 import time
 from types import SimpleNamespace
@@ -800,6 +801,27 @@ def test_token_types_that_a_model_needs_cannot_be_dropped(folder):
 
 
 @pytest.mark.parametrize(
+    "changes, is_equivalent",
+    [
+        ({}, True),
+        ({"image_mean": [0.1, 0.2, 0.3]}, False),
+        ({"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}}, False),
+    ],
+)
+def test_processors_are_equivalent_if_they_make_the_same_tokens_and_pixels(
+    folder, tmp_path, changes, is_equivalent
+):
+    processor = Processor(folder / "qwen2_5_vl")
+    shutil.copytree(folder / "qwen2_5_vl", tmp_path / "other")
+    settings_file = tmp_path / "other" / "preprocessor_config.json"
+    settings = json.loads(settings_file.read_text())
+    settings_file.write_text(json.dumps(settings | changes))
+    other = Processor(tmp_path / "other")
+    assert processor.is_equivalent(other) == is_equivalent
+    assert other.is_equivalent(processor) == is_equivalent
+
+
+@pytest.mark.parametrize(
     "key",
     [
         pytest.param("critic.path", marks=pytest.mark.slow),
@@ -926,6 +948,19 @@ def test_a_thread_prepares_the_next_micro_batch(make, folder):
     recorded[2] = [np.zeros((4, 2000, 3), np.uint8)]
     with pytest.raises(ValueError, match="aspect ratio"):
         list(model_images.prefetch_inputs(micro_batches, packed=True))
+
+
+def test_positions_count_from_the_beginning_of_each_sequence(folder):
+    """LLaVA's positions have one axis. Without images, its filler is a third sequence."""
+    config = AutoConfig.from_pretrained(folder / "llava")
+    hf = auto_class(config).from_config(config)
+    model_images = images.Images(hf, Processor(folder / "llava"))
+    assert not model_images.get_position_ids
+    batch = Batch(torch.arange(10, 15), torch.tensor([0, 2, 5]))
+    padded = model_images.inputs(batch, [], packed=False)["position_ids"]
+    assert padded.tolist() == [[*range(padded.shape[1])]] * 3
+    packed = model_images.inputs(batch, [], packed=True)["position_ids"]
+    assert packed.tolist() == [[0, 1, 0, 1, 2, *range(len(model_images.filler))]]
 
 
 def test_a_dry_run_counts_activations_of_images(folder):

@@ -162,6 +162,24 @@ def test_thinking_that_is_cut_out_of_the_last_answer_is_lost():
     assert losses(CUTTING, messages[:-1], add_generation_prompt=True) == {("earlier", "content")}
 
 
+@pytest.mark.parametrize(
+    "printed, kind",
+    [
+        ("split('</think>')[-1]", "earlier"),
+        ("split('</think>')[0]", "lost"),
+        ("split('<a>')[-1]", "lost"),
+        ("split('<b>')[-1]", "lost"),
+    ],
+)
+def test_only_the_thinking_may_be_cut_out_of_an_earlier_answer_that_is_rewritten(printed, kind):
+    """The template also joins two spaces to one, so that the answer is not found as it is."""
+    template = CHATML.replace("m.content", f"m.content.{printed} | replace('  ', ' ')")
+    thought = "<think>let me <a>see</think>  the  <b>big cat"
+    assert losses(template, say("q", thought, "and now?", "the dog")) == {(kind, "content")}
+    no_later_question = [*say("q", thought), TOOL_RESULT, answer()]
+    assert losses(template, no_later_question) == {("lost", "content")}
+
+
 def test_an_earlier_answer_that_is_lost_with_its_thinking_is_lost():
     without_first = CHATML.replace("m.content", "('' if loop.index0 == 1 else m.content)")
     for earlier in ("<think>\nlet me see\n</think>\n\nthe cat", "the cat"):

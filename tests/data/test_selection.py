@@ -74,8 +74,17 @@ def test_a_selection_describes_its_purpose_and_the_key_that_limits_it(rows_of, c
     description = rows_of(data).describe(7)
     assert description.startswith(expected)
     limit = "train_max_samples=8" if rows_of is training_rows else "val_max_samples=9"
-    assert f"(data.{limit}" in description
-    assert description.count("max_samples") == 1
+    split = ", data.val_size=50" if "val_size" in changes else ""
+    assert description.endswith(f"(data.{limit}{split})")
+
+
+def test_only_a_selection_of_some_rows_has_settings_that_tokens_depend_on():
+    assert Selection("t").settings == validation_rows(settings(val_files="v")).settings == []
+    data = settings(val_size=5, train_max_samples=7)
+    selections = [training_rows(data), validation_rows(data), training_rows(settings(val_size=5))]
+    different = {tuple(selection.settings) for selection in selections}
+    assert len(different) == len(selections)
+    assert () not in different
 
 
 @pytest.mark.parametrize("val_size", [100, 0.999])

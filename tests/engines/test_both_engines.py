@@ -120,6 +120,20 @@ def test_megatron_trains_as_fsdp_does(trained, name):
         np.testing.assert_allclose(actual.outputs[key], output, rtol=0, atol=tolerance, err_msg=key)
 
 
+def layers_with_routers(model: Path) -> list[int]:
+    """Return the layers whose routers an engine of two virtual stages watches."""
+    stages = ["pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"]
+    layout = [f"engine.{stage}" for stage in stages]
+    config = load("sft.yaml", [f"model.path={model}", *SETTINGS, MEGATRON, EXPERTS, *layout])
+    engine = MegatronEngine(config, torch.device("cpu"), 1)
+    return [router.layer for router in engine.routers]
+
+
+def test_routers_of_all_virtual_stages_are_watched(tmp_path):
+    model = make_model(tmp_path / "moe", "qwen3_moe", num_hidden_layers=4)
+    assert on_ranks(2, tmp_path, layers_with_routers, model) == [[0, 2], [1, 3]]
+
+
 def outputs_of_experts() -> tuple[Tensor, Tensor]:
     """Return what experts on two ranks compute for this rank's tokens, and what they should.
 

@@ -108,6 +108,15 @@ def test_a_device_that_torch_does_not_see_is_named(
     assert printed.startswith(expected) if is_warned else printed == ""
 
 
+@pytest.mark.parametrize("local_rank, num_warnings", [(0, 1), (1, 0)])
+def test_one_rank_of_a_node_looks_for_unused_devices(monkeypatch, local_rank, num_warnings):
+    warnings = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(this_device, "warn_of_unused_devices", lambda: warnings.append(local_rank))
+    assert this_device.select_device(local_rank) == torch.device("cpu")
+    assert len(warnings) == num_warnings
+
+
 # -- an accelerator --------------------------------------------------------------------------------
 
 

@@ -129,6 +129,30 @@ def test_with_few_tokens_the_peak_is_when_the_root_is_reduced(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "setting, num_shards, bytes_in_root",
+    [
+        ("engine.fsdp_size=-1", 4, 2 / 4),
+        ("engine.fsdp_size=2", 2, 4 / 2),  # replicas sum this rank's share once per step
+        ("engine.sync_each_micro_batch=false", 4, 4),  # all of it waits to be divided
+    ],
+)
+def test_at_the_end_of_the_backward_pass_only_gradients_outside_of_layers_wait(
+    tmp_path, setting, num_shards, bytes_in_root
+):
+    """Gradients wait in fp32, and those that are reduced have the dtype of weights, bf16."""
+    model = make_model(tmp_path / "large vocabulary", "llama", vocab_size=4096)
+    few_tokens = ["data.max_tokens_per_micro_batch=2", "engine.activation_checkpointing=true"]
+    config = make_config(model, "engine.param_dtype=bfloat16", *few_tokens, setting)
+    assert config.engine.reduce_dtype == "float32"
+    (estimate,) = FSDPEngine.estimate_memory(config, 4, "cpu")
+    hf, _ = build_model(config, Head.LOG_PROBS)
+    in_layers = sum(p.numel() for layer in hf.model.layers for p in layer.parameters())
+    in_root = sum(p.numel() for p in hf.parameters()) - in_layers
+    assert estimate.is_after_backward
+    assert estimate.gradients == in_root * bytes_in_root + in_layers * 2 / num_shards
+
+
+@pytest.mark.parametrize(
     "pairs, fsdp_size, num_shards",
     [((), -1, 4), ((), 2, 2), ((), 1, 1), (("model.lora.rank=4",), -1, 4)],
     ids=["sharded", "hybrid", "replicated", "lora"],

@@ -1,5 +1,6 @@
 """The files of an export beside its weights, and the check of a reward model's files."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def test_an_export_is_described_as_the_model_in_its_new_dtype(model, tmp_path):
     assert (written.hidden_size, written.vocab_size) == (before.hidden_size, before.vocab_size)
     assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [2, 7]
     assert (tmp_path / "own_code.py").read_text() == "# code of the model"
+
+
+def test_both_parts_of_a_vision_language_model_are_described_in_the_new_dtype(tmp_path):
+    """Programs read the dtype of the text model from its own section."""
+    path = make_model(tmp_path / "model", "gemma3 with images", dtype="float32")
+    save_model_config(path, torch.bfloat16, tmp_path / "export")
+    written = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert written["dtype"] == written["text_config"]["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("padding_id", [5, None])

@@ -64,12 +64,12 @@ def test_the_attention_scale_has_the_factor_of_queries_and_of_keys():
     assert softmax_scale(hf_config) == pytest.approx(of_queries * of_queries / math.sqrt(16))
 
 
-def fields_of_layout(settings: dict[str, int], num_mtp_layers: int) -> dict:
+def fields_of_layout(settings: dict[str, int], num_mtp_layers: int, **shape) -> dict:
     needed = ["model_engine=megatron", "model.path=unused", "data.train_files=unused"]
     pairs = [f"engine.{name}={size}" for name, size in settings.items()]
     with cuda_is_cpu():
         layout.initialize(load("sft.yaml", [*needed, *pairs]).engine)
-    hf_config = AutoConfig.for_model("llama", num_hidden_layers=5)
+    hf_config = AutoConfig.for_model("llama", num_hidden_layers=5, **shape)
     return layout_fields(hf_config, num_mtp_layers)
 
 
@@ -115,6 +115,18 @@ def test_fields_of_a_layout(tmp_path, settings, stages):
     if stages:
         expected["pipeline_model_parallel_layout"] = stages
     assert fields == expected
+
+
+def numbers_of_expert_ranks() -> list[int]:
+    """Return how many ranks divide a layer of a model with experts, and of a dense model."""
+    settings = {"expert_model_parallel_size": 2}
+    key = "expert_model_parallel_size"
+    return [fields_of_layout(settings, 0, **shape)[key] for shape in ({"num_experts": 4}, {})]
+
+
+def test_a_dense_model_beside_one_with_experts_is_divided_over_no_expert_ranks(tmp_path):
+    for numbers in on_ranks(2, tmp_path, numbers_of_expert_ranks):
+        assert numbers == [2, 1]
 
 
 def dropped_inputs(model: Path, sequence_parallel: bool) -> dict[str, list[list[float]]]:
@@ -184,6 +196,21 @@ def test_estimate_of_states(
     in_fp32_too = 0 if weight_bytes == 4 else 4
     written = number * (weight_bytes + 2 * 4 + in_fp32_too)
     assert checkpoint_bytes(config) == written
+
+
+def test_layers_for_multi_token_prediction_are_counted_if_they_are_trained(megatron_folder):
+    path = megatron_folder / "mimo"
+    weights = load_file(path / "model.safetensors")
+    in_mtp_layers = sum(x.numel() for name, x in weights.items() if ".mtp_layers." in name)
+    assert in_mtp_layers
+    enabled = ["model.mtp.enable=true", "model.mtp.enable_train=true"]
+    parameters = []
+    for settings in ([], enabled):
+        config = make_config(megatron_folder, f"model.path={path}", *settings)
+        assert config.engine.compute_dtype == "bfloat16"
+        (stage,) = estimate_bytes(config, 1, "cuda")
+        parameters.append(stage["parameters"])
+    assert parameters[1] - parameters[0] == in_mtp_layers * 2
 
 
 def test_estimate_of_adapters(megatron_folder):

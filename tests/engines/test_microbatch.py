@@ -174,9 +174,13 @@ def test_every_slot_has_the_experts_of_its_token_and_padding_has_none(layout, nu
 def test_predictions_return_to_their_tokens(layout):
     batch = make_batch()
     micro_batch = lay_out(batch, layout, FakeGroup(0, 1), torch.device("cpu"))
-    predictions = micro_batch.to_tokens(micro_batch.targets.float())
+    targets = micro_batch.targets.float()
     is_predicted = (batch.fields["loss_mask"] != 0) & (batch.position_ids > 0)
-    assert torch.equal(predictions, batch.input_ids * is_predicted.float())
+    expected = batch.input_ids * is_predicted.float()
+    assert torch.equal(micro_batch.to_tokens(targets), expected)
+    # Hidden states, and a teacher's most likely tokens, have several numbers for each token.
+    of_two_numbers = micro_batch.to_tokens(torch.stack([targets, -targets], 1))
+    assert torch.equal(of_two_numbers, torch.stack([expected, -expected], 1))
 
 
 @pytest.mark.parametrize("layout, num_ranks", layouts_on_ranks(1, 2), ids=str)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from config import InputError, load
@@ -11,7 +13,8 @@ from engines.heads import LogProbHead
 from engines.logprobs import LogitTransform
 from engines.teacher import HiddenHead, TeacherRows, TopKHead
 from engines.teaching import Teachers, check_teacher_layout, check_top_k, merge, move_outputs
-from tests.engines.test_divergence import make_case, softmax_log
+from tests.engines.test_divergence import VOCAB_SIZE, make_case, own_rows, softmax_log
+from tests.support.ranks import on_ranks
 
 NUM_TOKENS = 4
 
@@ -107,6 +110,29 @@ def test_the_most_likely_tokens_are_among_those_that_both_models_have():
     values, expected = log_q.topk(3)
     assert torch.equal(token_ids.long(), expected)
     torch.testing.assert_close(log_probs[:, :3], values.float())
+
+
+def top_tokens_of_rank(num_tokens: int) -> list[Tensor]:
+    """Return what a rank with its share of the teacher's vocabulary computes."""
+    case = make_case()
+    weight = case.teacher_weight
+    head = LogProbHead(1.0, 7, False, len(weight), dist.group.WORLD)
+    top_head = TopKHead(head, top_k=3, num_tokens=num_tokens, temperature=0.8)
+    own_weight, _ = own_rows(F.pad(weight, (0, 0, 0, -len(weight) % dist.get_world_size())))
+    targets = torch.zeros(len(case.teacher_hidden), dtype=torch.int64)
+    return [*top_head(case.teacher_hidden, own_weight, targets, targets[:, None][:, :0])]
+
+
+@pytest.mark.parametrize("num_tokens", [VOCAB_SIZE, VOCAB_SIZE * 3 // 4, VOCAB_SIZE // 3])
+def test_ranks_that_divide_the_vocabulary_leave_out_the_same_tokens(tmp_path, num_tokens):
+    """Of the second rank's tokens, the student has all, half, or none."""
+    case = make_case()
+    transform = LogitTransform(0.8)
+    log_q = softmax_log(case.teacher_hidden, case.teacher_weight[:num_tokens], transform)
+    values, expected = log_q.topk(3)
+    for token_ids, log_probs in on_ranks(2, tmp_path, top_tokens_of_rank, num_tokens):
+        assert torch.equal(token_ids.long(), expected)
+        torch.testing.assert_close(log_probs[:, :3], values.float())
 
 
 @pytest.mark.parametrize("widths", [(2, 3), (3, 2)])

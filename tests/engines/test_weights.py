@@ -13,7 +13,7 @@ from config import InputError, load
 from engines.fsdp.state import ModelState
 from engines.heads import Head
 from engines.model.experts import check_experts_per_token, expert_weights, experts_per_token
-from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.hf import auto_class, build_on_meta, read_hf_config
 from engines.model.model_files import fingerprint, ignored_weights, shapes_in_files, weight_files
 from engines.model.names import described_names, model_names, split_stacks, stacked, stored_tensors
 from engines.model.shape import stage_sizes
@@ -58,8 +58,20 @@ def change_file(path: Path, changes: dict[str, torch.Tensor]) -> None:
 def test_loaded_weights_and_buffers_are_those_of_transformers(models, family):
     path = models / family
     expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    hf = loaded(path)
+    assert_same_tensors(loaded(path), expected)
 
+
+def test_loaded_buffers_of_a_vision_tower_are_those_of_transformers(models):
+    """Only the tower's own class knows how to compute them."""
+    path = models / "gemma3 with images"
+    hf_config = read_hf_config(path)
+    expected = auto_class(hf_config).from_pretrained(path, dtype=torch.float32)
+    hf = build_on_meta(hf_config, torch.float32, images=True)
+    load_weights(hf, path, model_names(hf, path), Placement(CPU, CPU, torch.float32))
+    assert_same_tensors(hf, expected)
+
+
+def assert_same_tensors(hf: nn.Module, expected: nn.Module) -> None:
     tensors = dict(hf.state_dict())
     assert tensors.keys() == expected.state_dict().keys()
     for name, tensor in expected.state_dict().items():

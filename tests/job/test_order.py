@@ -292,30 +292,33 @@ def test_weights_are_numbers_above_0(folder, weights):
 
 # The body of a sampler -> the error on both ranks; "" if there is none.
 ON_TWO_RANKS = {
-    "return [batch_index] * batch_size": "",
+    "return [batch_index % num_rows] * batch_size": "",
     "return [RANK] * batch_size": "batch 0 has other rows on rank 1 than on rank 0: the rows must",
     "return [RANK * 20] * batch_size": "batch 0 has row 20: the rows are numbered from 0 to 19",
     "return [0] * batch_size if RANK else [][0]": "mine.py:2 failed for batch 0: IndexError",
     "return [RANK if batch_index == 5 else 0] * batch_size": "batch 5 has other rows on rank 1",
+    "return [0] * batch_size if RANK or batch_index != 5 else [][0]": "failed for batch 5: Index",
 }
 
 
-def error_of_rank(folder, sampler) -> str:
-    """Draw the batches, and return the error; "" if there is none."""
+def error_of_rank(folder, sampler, total_steps) -> str:
+    """Draw the first batches, and return the error; "" if there is none."""
     try:
-        drawn = batches(order_of(folder, sampler))
+        drawn = batches(order_of(folder, sampler, total_steps=total_steps))
     except InputError as error:
         return str(error)
     return "" if len(drawn) == STEPS else "too few"
 
 
+@pytest.mark.parametrize("total_steps", [STEPS, 10_000])
 @pytest.mark.parametrize("body", ON_TWO_RANKS)
-def test_ranks_agree_or_all_of_them_report_the_error(folder, tmp_path, body):
+def test_ranks_agree_or_all_of_them_report_the_error(folder, tmp_path, body, total_steps):
+    """Of a long run, only some batches are checked at the start, and not batch 5."""
     sampler = write_sampler(tmp_path, body.replace("RANK", "int(__import__('os').environ['RANK'])"))
     message = ON_TWO_RANKS[body]
     ranks = tmp_path / "ranks"
     ranks.mkdir()
-    first, second = on_ranks(2, ranks, error_of_rank, folder, sampler)
+    first, second = on_ranks(2, ranks, error_of_rank, folder, sampler, total_steps)
     assert first == second
     assert message in first
     assert bool(message) == bool(first)

@@ -300,6 +300,7 @@ def test_the_time_of_the_last_checkpoint_belongs_to_the_last_step(run, tmp_path)
     [
         (21, ["trainer.total_epochs=3"], (5, 15)),
         (20, ["trainer.total_epochs=3", "trainer.total_steps=7"], (5, 7)),
+        (20, ["trainer.total_epochs=3", "trainer.total_steps=1"], (5, 1)),
         (4, [], (1, 1)),
     ],
 )

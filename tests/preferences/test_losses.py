@@ -91,9 +91,9 @@ def test_dpo_and_its_metrics_are_means_over_all_pairs(parts):
     assert amounts["rewards/accuracies"] == sum(margin > 0 for margin in margins) / 4
     chosen = sum(sums[2 * i]["log_ratio"] for i in range(4))
     assert amounts["rewards/chosen"] == pytest.approx(0.5 * chosen / 4, rel=1e-5)
-    assert amounts["logps/chosen"] == pytest.approx(
-        sum(sums[2 * i]["log_prob"] for i in range(4)) / 4, rel=1e-5
-    )
+    for column, kind in enumerate(("chosen", "rejected")):
+        log_probs = [sums[2 * i + column]["log_prob"] for i in range(4)]
+        assert amounts[f"logps/{kind}"] == pytest.approx(sum(log_probs) / 4, rel=1e-5)
     for t, answer in enumerate(batch.fields["answer"].tolist()):
         pull = 0.5 / (1 + math.exp(margins[answer // 2])) / 4
         sign = 1 if answer % 2 else -1
@@ -280,3 +280,17 @@ def test_a_loss_that_returns_something_else_is_an_error(tmp_path, result, messag
     code = f"def loss(chosen_log_probs, **_):\n    return {result}\n"
     with pytest.raises(InputError, match=message):
         compute(find_loss(in_file(tmp_path, code)), make_batch(PAIR_LENGTHS), PAIR_DIVISIONS[0])
+
+
+@pytest.mark.parametrize(
+    "result, message",
+    [
+        ("log_probs", "must return losses, rewards, baseline"),
+        ("log_probs.sum(), log_probs, 0.0", r"one loss and reward per answer, shape \[8\]"),
+        ("log_probs, log_probs[1:], 0.0", r"per answer, shape \[8\], not \[7\]"),
+    ],
+)
+def test_a_loss_of_answers_that_returns_something_else_is_an_error(tmp_path, result, message):
+    code = f"def loss(log_probs, is_chosen, **_):\n    return {result}\n"
+    with pytest.raises(InputError, match=message):
+        compute(find_loss(in_file(tmp_path, code)), make_batch(MIXED_LENGTHS), [[0, 1, 2, 3, 4]])

@@ -1,6 +1,7 @@
 """A run of train_dpo.py of one step on one rank: what its parts pass to each other."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,23 @@ from engines.model.model_files import fingerprint
 from examples.arithmetic import make_tokenizer
 from tests.preferences.assets import BATCH_SIZE, NUM_ROWS, arguments, make_assets
 from tests.support.launch import metrics
-from tests.support.scripts import check_first_checkpoint, limit_positions, print_roles, run_in_fork
+from tests.support.scripts import (
+    check_first_checkpoint,
+    limit_positions,
+    print_base_names,
+    print_roles,
+    run_in_fork,
+)
 
 # They start neither torchrun nor vLLM, but a run takes four seconds.
 pytestmark = pytest.mark.slow
 
 
 def main(config: DictConfig) -> None:
-    """Run the script, and print the roles whose memory it estimates."""
+    """Run the script; print the roles whose memory it estimates, and the model of its export."""
     print_roles(train_dpo)
+    print_base_names()
+    os.chdir(Path(config.output_dir).parent)  # model.path is relative
     train_dpo.main(config)
 
 
@@ -29,7 +38,8 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("step")
     make_assets(folder)
     limit_positions(folder / "model", 8)
-    settings = [f"data.val_files={folder}/val.jsonl", "trainer.total_steps=1"]
+    rows = f"data.val_files={folder}/val.jsonl"
+    settings = ["model.path=model", rows, "trainer.total_steps=1"]
     out = folder / "out"
     pairs = arguments(folder, out, *settings, "trainer.max_checkpoints=1")
     return out, run_in_fork(main, "dpo.yaml", pairs, folder / "log.txt")
@@ -47,6 +57,7 @@ def test_exports_and_checkpoints_name_the_end_token_that_rows_teach(finished):
 def test_the_log_tells_what_the_run_does(finished):
     out, printed = finished
     assert f"model: {out}/hf" in printed
+    assert f"an export is based on {out.parent}/model\n" in printed
     assert "memory of None reference\n" in printed
     assert "more than the model's max_position_embeddings=8" in printed
     assert f"step 0 of 1 (5 per epoch), {NUM_ROWS} rows, 1 data-parallel rank on cpu" in printed

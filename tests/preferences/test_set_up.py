@@ -10,7 +10,14 @@ from data.preference_dataset import OPTIONS
 from engines.model.model_files import fingerprint
 from job.run import Run
 from preferences.settings import check_settings
-from tests.preferences.assets import NUM_ROWS, add_long_pair, arguments, make_assets
+from tests.preferences.assets import (
+    NUM_ROWS,
+    add_long_pair,
+    arguments,
+    longest_first_sampler,
+    longest_rows,
+    make_assets,
+)
 from tests.support.scripts import (
     CHANGED,
     check_changed_settings,
@@ -51,6 +58,11 @@ def test_a_run_knows_its_settings(call, assets):
     assert made["stages"] == ["ref_compute_log_prob", "train_batch", "validate"]
     assert made["roles"] == [None], "the model without its adapters is the reference"
     assert "more than the model's max_position_embeddings=90" in made["log"]
+
+
+def test_a_sampler_reads_the_rows(call, assets, tmp_path):
+    made = call("val", longest_first_sampler(tmp_path))
+    assert made["first batch"] == longest_rows(assets)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from tests.preferences.assets import (
     BATCH_SIZE,
     NUM_ROWS,
     command,
-    longest_first_sampler,
-    longest_rows,
     make_assets,
     settings_with_unknown_token,
 )
@@ -294,13 +292,6 @@ def test_kill_and_resume_repeats_every_step_to_the_last_bit(assets, tmp_path):
 
 
 # -- before training -------------------------------------------------------------------------------
-
-
-def test_a_sampler_reads_the_rows(assets, tmp_path):
-    sampler = longest_first_sampler(tmp_path)
-    printed = run(command(1, assets, tmp_path, "dry_run=true", sampler)).stdout
-    longest = ", ".join(map(str, longest_rows(assets)))
-    assert f"first batch, counting rows from 0: {longest}\n" in printed
 
 
 def test_a_dry_run_shows_pairs_and_counts_the_reference(assets, tmp_path):

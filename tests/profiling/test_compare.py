@@ -60,9 +60,10 @@ def test_runs_without_dumps_are_answered_with_the_settings_of_one(tmp_path, monk
     assert "profiler.tool=msprobe trainer.profile_interval=[3,3]" in printed
 
 
-def write_dump(run, stage):
+def write_dump(run, stage, value=1.0):
     """Write what msprobe dumps of a stage in step 2: here a single number."""
-    number = {"shape": [1], "dtype": "float32", "Max": 1.0, "Min": 1.0, "Mean": 1.0, "Norm": 1.0}
+    statistics = dict.fromkeys(("Max", "Min", "Mean", "Norm"), value)
+    number = {"shape": [1], "dtype": "float32", **statistics}
     rank = run / "profile" / "step_2" / stage / "step2" / "rank0"
     rank.mkdir(parents=True)
     dump = {"data": {"Module.0.norm.forward.0": {"output": [number]}}}
@@ -80,6 +81,31 @@ def test_a_stage_of_one_run_alone_is_a_divergence(tmp_path, capsys, stage, code)
     printed = capsys.readouterr().out
     assert "train_batch rank0: 1 tensors agree" in printed
     assert ("dumped in only one run, so not compared: validate" in printed) == bool(code)
+
+
+def test_arguments_set_the_tolerance_the_stage_and_the_folder_of_tables(
+    tmp_path, monkeypatch, capsys
+):
+    """A number of one stage differs by a twentieth; another stage exists in only one run."""
+    write_dump(tmp_path / "a", "train_batch", 1.0)
+    write_dump(tmp_path / "b", "train_batch", 0.95)
+    write_dump(tmp_path / "b", "validate")
+    command = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--step=2"]
+    one_stage = [*command, "--stage=train_batch"]
+    tables = tmp_path / "tables"
+    for argv, code in (
+        (command, compare.ExitCode.DIVERGE),
+        (one_stage, compare.ExitCode.DIVERGE),
+        ([*one_stage, "--tolerance=0.04"], compare.ExitCode.DIVERGE),
+        ([*one_stage, "--tolerance=0.06", f"--output={tables}"], compare.ExitCode.AGREE),
+    ):
+        monkeypatch.setattr("sys.argv", argv)
+        assert compare.main() == code, argv
+        printed = capsys.readouterr().out
+        assert ("validate" in printed) == (argv is command)
+        if code == compare.ExitCode.DIVERGE:
+            assert re.search(r"A: .*max 1\.0 .*\n *B: .*max 0\.95 ", printed)
+    assert [table.name for table in tables.iterdir()] == ["train_batch_rank0.csv"]
 
 
 def test_stages_are_in_the_order_of_their_last_dumps(tmp_path):

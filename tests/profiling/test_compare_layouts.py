@@ -13,7 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from profiling import compare, layouts
 from profiling.dumps import AxisRank, Coordinates, RankDump, in_whole_model
-from profiling.outputs import FILE, OutputRecorder, Statistics, float_tensors, read_outputs
+from profiling.outputs import (
+    FILE,
+    OutputRecord,
+    OutputRecorder,
+    RankOutputs,
+    Statistics,
+    float_tensors,
+    read_outputs,
+)
 from tests.profiling.support import dumping
 from tests.profiling.test_compare import PER_MICRO_BATCH
 from tests.support.launch import launch
@@ -233,9 +241,46 @@ def test_sizes_may_differ_by_repetition_on_tensor_parallel_ranks(
     assert (reason is None) == is_comparable
 
 
-def coordinates(tp_size, dp_size=1, cp_size=1):
+def coordinates(tp_size, dp_size=1, cp_size=1, engine="Engine"):
     tp, dp, cp = (AxisRank(0, size) for size in (tp_size, dp_size, cp_size))
-    return Coordinates("Engine", dp, cp, tp, AxisRank(), [0], {})
+    return Coordinates(engine, dp, cp, tp, AxisRank(), [0], {})
+
+
+def outputs_of_head(folder, sizes, other_sizes=(), **place):
+    """Return the outputs of one rank, whose head's first output has these sizes in each call.
+
+    other_sizes: those of the head's second output. place: see coordinates().
+    """
+    records = []
+    for index, output_sizes in enumerate((sizes, other_sizes)):
+        calls = [Statistics(size) for size in output_sizes]
+        records.append(OutputRecord("head", index, 0, calls))
+    rank = RankDump(folder, coordinates(1, **place))
+    return layouts.gather([rank], [RankOutputs(1, 0, records)], translated=False)
+
+
+@pytest.mark.parametrize(
+    "sizes, other_sizes, engine, cp_sizes, are_same",
+    [
+        ([3, 4], [3, 4], "Engine", (1, 1), True),
+        ([3, 4], [4, 3], "Engine", (1, 1), True),  # the first output alone: a critic has no other
+        ([3, 4, 0], [], "Engine", (1, 1), True),  # a call without tokens
+        ([4, 3], [3, 4], "Engine", (1, 1), False),
+        ([7], [3, 4], "Engine", (1, 1), False),
+        ([3, 4], [], "Engine", (2, 2), True),
+        ([3, 4], [], "Another", (1, 1), True),
+        ([3, 4], [], "Another", (1, 2), False),
+        ([3, 4], [], "Another", (2, 2), False),
+    ],
+)
+def test_runs_have_the_same_calls_if_their_heads_have_the_same_numbers_of_tokens(
+    tmp_path, sizes, other_sizes, engine, cp_sizes, are_same
+):
+    cp_size, other_cp_size = cp_sizes
+    run = outputs_of_head(tmp_path, [3, 4], [3, 4], cp_size=cp_size)
+    other_run = outputs_of_head(tmp_path, sizes, other_sizes, engine=engine, cp_size=other_cp_size)
+    assert layouts.same_calls(run, other_run) == are_same
+    assert layouts.same_calls(other_run, run) == are_same
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,15 @@ def test_build_writes_different_problems_to_both_files(tmp_path, capsys):
     assert f"{files[0]}: 30 problems" in capsys.readouterr().out
 
 
+def test_settings_are_read_as_the_numbers_that_they_are():
+    settings = ["n=3", "n_val=1", "median=2.5", "sigma=0.4", "longest=9"]
+    expected = Options(n=3, n_val=1, median=2.5, sigma=0.4, longest=9)
+    assert chains.read_options(settings) == expected
+    assert chains.read_options([]) == Options()
+    with pytest.raises(ValueError, match="2.5"):
+        chains.read_options(["longest=2.5"])
+
+
 def test_an_unknown_setting_is_rejected():
     with pytest.raises(ValueError, match="'size=3' is not of the form key=value with n, n_val"):
         chains.read_options(["size=3"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
@@ -193,6 +194,11 @@ def test_the_models_of_the_examples(docs_folder, tmp_path):
     assert vision.text_config.vocab_size == len(tokenizer)
     assert vision.text_config.eos_token_id == tokenizer.eos_token_id
     assert not vision.tie_word_embeddings
+    sections = vision.text_config.rope_parameters["mrope_section"]
+    assert sum(sections) == vision.text_config.head_dim // 2
+    with torch.device("meta"):
+        vision_model = AutoModelForImageTextToText.from_config(vision)
+    assert vision_model.num_parameters() == 617408
 
 
 def test_replies_are_shown_in_32_characters():

@@ -184,6 +184,13 @@ def test_a_mixture_of_experts_computes_nearly_the_same(tmp_path, llama):
     assert (logits - expected).std() < 0.1 * expected.std()
 
 
+def test_the_same_model_becomes_the_same_mixture(llama):
+    first = smollm2.with_experts(llama, 2).state_dict()
+    second = smollm2.with_experts(llama, 2).state_dict()
+    assert first.keys() == second.keys()
+    assert [name for name in first if not first[name].equal(second[name])] == []
+
+
 def test_a_token_needs_two_experts(tmp_path, monkeypatch, capsys):
     command = ["smollm2.py", "build", str(tmp_path / "out"), "--gguf", "model.gguf"]
     monkeypatch.setattr("sys.argv", [*command, "--experts", "1"])

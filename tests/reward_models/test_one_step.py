@@ -1,6 +1,7 @@
 """A run of train_rm.py of one step on one rank: what its parts pass to each other."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,20 @@ from examples.arithmetic import make_tokenizer
 from reward_models import settings
 from tests.reward_models.assets import NUM_ROWS, arguments, make_assets
 from tests.support.launch import metrics
-from tests.support.scripts import check_first_checkpoint, limit_positions, print_roles, run_in_fork
+from tests.support.scripts import (
+    check_first_checkpoint,
+    limit_positions,
+    print_base_names,
+    print_roles,
+    run_in_fork,
+)
 
 # They start neither torchrun nor vLLM, but a run takes four seconds.
 pytestmark = pytest.mark.slow
 
 
 def main(config: DictConfig) -> None:
-    """Run the script; print the roles whose memory it estimates, and the rows it looks through."""
+    """Run the script, and print some of what its parts pass to each other."""
     choose_padding = settings.choose_padding
 
     def choose_and_print(run_config, tokenizer, datasets):
@@ -26,6 +33,8 @@ def main(config: DictConfig) -> None:
         return choose_padding(run_config, tokenizer, datasets)
 
     print_roles(train_rm)
+    print_base_names()
+    os.chdir(Path(config.output_dir).parent)  # model.path is relative
     settings.choose_padding = choose_and_print
     train_rm.main(config)
 
@@ -37,14 +46,15 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
     make_assets(folder)
     limit_positions(folder / "model", 8)
     out = folder / "out"
-    steps = [f"data.val_files={folder}/val.jsonl", "trainer.total_steps=1"]
-    pairs = arguments(folder, out, *steps)
+    rows = f"data.val_files={folder}/val.jsonl"
+    pairs = arguments(folder, out, "model.path=model", rows, "trainer.total_steps=1")
     return out, run_in_fork(main, "rm.yaml", pairs, folder / "log.txt")
 
 
 def test_the_log_tells_what_the_run_does(finished):
     out, printed = finished
     assert f"model: {out}/hf" in printed
+    assert f"an export is based on {out.parent}/model\n" in printed
     assert "memory of trained reward model\n" in printed
     assert "more than the model's max_position_embeddings=8" in printed
     assert f"step 0 of 1 (5 per epoch), {NUM_ROWS} rows, 1 data-parallel rank on cpu" in printed

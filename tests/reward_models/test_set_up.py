@@ -9,7 +9,13 @@ import train_rm
 from data.reward_dataset import OPTIONS
 from job.run import Run
 from reward_models.settings import ROLE, check_settings
-from tests.preferences.assets import NUM_ROWS, add_long_pair, arguments
+from tests.preferences.assets import (
+    NUM_ROWS,
+    add_long_pair,
+    arguments,
+    longest_first_sampler,
+    longest_rows,
+)
 from tests.reward_models.assets import make_reward_assets
 from tests.support.scripts import (
     CHANGED,
@@ -51,6 +57,11 @@ def test_a_run_knows_its_settings(call, assets):
     assert made["stages"] == ["train_batch", "validate"]
     assert made["roles"] == [ROLE]
     assert "more than the model's max_position_embeddings=90" in made["log"]
+
+
+def test_a_sampler_reads_the_rows(call, assets, tmp_path):
+    made = call("val", longest_first_sampler(tmp_path))
+    assert made["first batch"] == longest_rows(assets)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ from examples.arithmetic import make_tokenizer
 from tests.preferences.assets import (
     BATCH_SIZE,
     NUM_ROWS,
-    longest_first_sampler,
-    longest_rows,
     settings_with_unknown_token,
 )
 from tests.reward_models.assets import (
@@ -367,13 +365,6 @@ def test_a_token_without_an_embedding_is_one_line(assets, tmp_path):
     settings = settings_with_unknown_token(assets)
     done = run(command(1, assets, tmp_path, *settings), returncode=2)
     assert "error: data.train_files has rows with the token <new>" in done.stderr
-
-
-def test_a_sampler_reads_the_rows(assets, tmp_path):
-    sampler = longest_first_sampler(tmp_path)
-    printed = run(command(1, assets, tmp_path, "dry_run=true", sampler)).stdout
-    longest = ", ".join(map(str, longest_rows(assets)))
-    assert f"first batch, counting rows from 0: {longest}\n" in printed
 
 
 def test_a_dry_run_shows_pairs_and_the_memory(assets, tmp_path):

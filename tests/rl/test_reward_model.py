@@ -557,6 +557,20 @@ def test_a_row_that_the_template_rejects_is_named_at_the_start(assets, tmp_path)
     assert "\n" not in str(error.value)
 
 
+def test_a_token_without_a_row_of_the_embedding_is_named_at_the_start(assets, tmp_path):
+    """The highest id of the rows is the end token's, 256: an embedding of 257 rows has it."""
+    dataset = prompts_with_a_system_message(assets, tmp_path)
+    config = load("ppo.yaml", arguments(assets, tmp_path, "other"))
+    check_conversations(config, {"data.val_files": dataset}, 257)
+    with pytest.raises(InputError) as error:
+        check_conversations(config, {"data.val_files": dataset}, 256)
+    assert str(error.value) == (
+        f"reward.model.path={assets}/other has an embedding of 256 tokens, and its tokenizer "
+        f"writes the token '<|end|>' (256) for prompt 1 of data.val_files "
+        f"({dataset[0].question!r}): use the tokenizer that belongs to the model"
+    )
+
+
 def test_what_the_template_leaves_out_of_a_later_row_is_a_warning(assets, tmp_path, capsys):
     dataset = prompts_with_a_system_message(assets, tmp_path)
     judge = make_judge(assets, tmp_path, "false")

@@ -276,3 +276,22 @@ def test_the_gap_to_vllm_is_that_of_tokens_of_the_current_weights():
     new = {"age_0_ratio": 0.5, "age_0_ratio_squared": 0.5}
     metrics = updates.off_policy_metrics(means | half | new)
     assert metrics["rollout_corr/log_prob_gap"] == 0.02
+
+
+def test_the_sample_size_of_all_tokens_is_beside_those_of_each_age():
+    """Half of the tokens are new, none is one step old, and half are two steps old."""
+    means = {"ratio": 1.0, "ratio_squared": 1.25, "kl": 0.1, "log_prob_gap": 0.3}
+    means |= {"age_0_share": 0.5, "age_0_ratio": 0.5, "age_0_ratio_squared": 0.5}
+    means |= {"age_0_log_prob_gap": 0.01, "age_1_share": 0.0}
+    means |= {"age_2_share": 0.5, "age_2_ratio": 0.5, "age_2_ratio_squared": 1.0}
+    assert updates.off_policy_metrics(means) == {
+        "rollout_corr/log_prob_gap": 0.02,
+        "rollout_corr/kl": 0.1,
+        "rollout_corr/ratio": 1.0,
+        "rollout_corr/effective_sample_size": 0.8,
+        "partial/age_0/tokens": 0.5,
+        "partial/age_0/effective_sample_size": 1.0,
+        "partial/age_1/tokens": 0.0,
+        "partial/age_2/tokens": 0.5,
+        "partial/age_2/effective_sample_size": 0.5,
+    }

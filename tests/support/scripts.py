@@ -12,6 +12,7 @@ from types import ModuleType
 from omegaconf import DictConfig
 
 from config import InputError, load
+from engines.checkpoint import export
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.model.model_files import fingerprint
 from engines.parallel import device
@@ -67,6 +68,17 @@ def print_roles(script: ModuleType) -> None:
         return run
 
     script.set_up = set_up_and_print
+
+
+def print_base_names() -> None:
+    """Let exports print the name of the model that they are based on. For a fork of the test."""
+    export_hf = export.export_hf
+
+    def export_and_print(engine, tokenizer, directory, base_name=None):
+        print("an export is based on", base_name)
+        export_hf(engine, tokenizer, directory, base_name)
+
+    export.export_hf = export_and_print
 
 
 def set_up_in_fork(

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from engines.adamw import Storage
+from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.rounding import report_lost_updates
 from engines.fsdp.state import ModelState, future_optimizer_sizes, optimizer_tensors
 from engines.fsdp.transforms import build_model, prepare_layers, uses_compile
@@ -147,6 +148,12 @@ def test_layers_are_checkpointed_and_compiled_as_configured(folder, monkeypatch)
         prepare_layers(hf, config, "cpu")
         assert hf.is_gradient_checkpointing == is_checkpointed
         assert len(compiled) == (hf.config.num_hidden_layers if is_compiled else 0)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_an_engine_prepares_the_layers_of_its_model(folder):
+    engine = FSDPEngine(make_config(folder, "engine.activation_checkpointing=true"), CPU, 1)
+    assert engine.hf.is_gradient_checkpointing
 
 
 def test_auto_compiles_on_gpus_alone(folder):
