@@ -71,6 +71,7 @@ LENGTHY: dict[str, Iterable[str] | None] = {
         "tensor_parallel",
         "pipeline",
     ),
+    "tests/engines/test_check.py::test_ranks_gather_an_export_*": None,
     "tests/engines/test_divergence.py::test_ranks_that_divide_the_vocabulary": (
         "forward_kl-0-33",
         "forward_kl-0-53",
