@@ -98,7 +98,7 @@ def test_ranks_gather_an_export_that_the_first_one_writes(model, tmp_path, capfd
     assert not (export / "left.safetensors").exists()
 
 
-# -- on one rank ------------------------------------------------------------------------------------
+# -- on one rank -----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("process_group")
