@@ -154,6 +154,7 @@ LENGTHY: dict[str, Iterable[str] | None] = {
     ),
     "tests/preferences/test_set_up.py::test_*": None,
     "tests/profiling/test_compare_layouts.py::test_comparing_a_small_part_*": None,
+    "tests/repository/test_example_runs.py::test_replies_*": None,
     "tests/repository/test_benchmarks.py::test_the_commands_of_a_shell_script_*": None,
     "tests/repository/test_config.py::test_a_process_ends_with_its_parent": None,
     "tests/repository/test_config.py::test_an_error_is_one_line_a_node_*": ("1-None-",),
