@@ -121,6 +121,7 @@ def test_replies_do_not_depend_on_the_other_questions(model):
     alone = [arithmetic.generate(*load_model(model), [question])[0] for question in questions]
     assert together == alone
     assert len(set(alone)) == 3
+    assert not any(question in reply for question, reply in zip(questions[:2], alone))
 
 
 def test_replies_that_end_in_the_right_number_are_counted(model, monkeypatch, capsys):
