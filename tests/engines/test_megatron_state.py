@@ -4,7 +4,8 @@ test_megatron_checkpoints.py does the same on other layouts, up to rounding. Her
 no torchrun.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -210,3 +211,40 @@ def errors_of_other_states(folder: Path) -> list[str]:
 def test_a_state_of_other_weights_is_not_loaded(models, tmp_path):
     (errors,) = on_ranks(1, tmp_path, errors_of_other_states, models)
     assert errors == ["['decoder.final_layernorm.weight']", "['more.weight']"]
+
+
+# -- mbridge ---------------------------------------------------------------------------------------
+
+
+def trained_with(bridge: str, case: Case, folder: Path) -> dict[str, str]:
+    """Return digests of what an engine exports before a step, and after it."""
+    engine = build(replace(case, settings=(*case.settings, f"engine.bridge={bridge}")), folder)
+    before = {name: digest(x) for name, x in named_exports(engine)}
+    train_step(engine, 0)
+    after = {f"{name} after": digest(x) for name, x in named_exports(engine)}
+    return before | after
+
+
+def named_exports(engine: MegatronEngine) -> Iterator[tuple[str, dict]]:
+    for name, tensor in (*engine.export_weights(), *engine.export_adapter()):
+        yield name, {"tensor": tensor}
+
+
+def trained_with_both(case: Case, folder: Path) -> list[dict[str, str]]:
+    return [trained_with(bridge, case, folder) for bridge in ("own", "mbridge")]
+
+
+BRIDGED = [
+    Case("adapters", "tied", 2, (LORA, TP2)),
+    Case("a critic", "tied", 2, (TP2,), Head.VALUES),
+    Case("stages", "untied", 2, (PP2,)),
+]
+
+
+@pytest.mark.slow  # the import of mbridge alone takes seconds
+@pytest.mark.parametrize("case", BRIDGED, ids=lambda case: case.name)
+def test_an_engine_trains_the_same_with_mbridge(models, tmp_path, case):
+    """The adapters of fused projections, too."""
+    for own, theirs in on_ranks(2, tmp_path, trained_with_both, case, models):
+        assert own == theirs
+        assert any(own[name] != own[f"{name} after"] for name in own if f"{name} after" in own)
