@@ -17,7 +17,7 @@ from config import load
 from engines.heads import Head
 from engines.megatron.checkpoint_files import hf_weights
 from engines.megatron.engine import MegatronEngine
-from tests.support.cases import slow_unless_quick
+from tests.support.cases import id_of, slow_unless_quick
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
 from tests.support.training import SETTINGS, digest, make_batch, make_loss
@@ -168,7 +168,7 @@ def save_and_resume(case: Case, folder: Path, checkpoint: Path) -> Resumed:
 
 
 @pytest.mark.parametrize(
-    "case", slow_unless_quick(CASES, lambda case: case.is_quick, lambda case: case.name)
+    "case", slow_unless_quick(CASES, lambda case: case.is_quick, lambda case: id_of(case.name))
 )
 def test_a_new_engine_goes_on_where_the_saved_one_was(models, tmp_path, case):
     """The save is of its moment, although training goes on while files are written."""
@@ -242,7 +242,7 @@ BRIDGED = [
 
 
 @pytest.mark.slow  # the import of mbridge alone takes seconds
-@pytest.mark.parametrize("case", BRIDGED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", BRIDGED, ids=lambda case: id_of(case.name))
 def test_an_engine_trains_the_same_with_mbridge(models, tmp_path, case):
     """The adapters of fused projections, too."""
     for own, theirs in on_ranks(2, tmp_path, trained_with_both, case, models):
