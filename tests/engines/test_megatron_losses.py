@@ -4,13 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from config import load
 from data.batching.batch import Batch, make_cu_seqlens
 from engines.build import create_groups
-from engines.megatron.moe import Router, add_routes, split_routes
+from engines.megatron.distributed_optimizer import smallest_stage_gradient
+from engines.megatron.moe import Router, add_routes, mean_aux_loss, split_routes
 from engines.megatron.step_loss import MTPLoss, StepLoss, count_mtp_targets
 from engines.megatron.without_cuda import cuda_is_cpu
 from engines.model.routes import Mismatch, no_route
@@ -93,6 +95,17 @@ def test_a_router_weighs_its_experts_and_rewards_balance(tmp_path, pre_softmax):
     assert found["counts"].tolist() == [sum(differs), 4]
 
 
+def mean_on_stages() -> float:
+    """Return the mean of routers on two stages: one with losses 1 and 2, one with a loss 6."""
+    losses = [[1.0, 2.0], [6.0]][dist.get_rank()]
+    routers = [SimpleNamespace(aux_loss=torch.tensor(loss)) for loss in losses]
+    return mean_aux_loss(routers, num_layers=3)
+
+
+def test_the_routers_loss_is_the_mean_over_the_layers_of_all_stages(tmp_path):
+    assert on_ranks(2, tmp_path, mean_on_stages) == [3.0, 3.0]
+
+
 def test_routes_travel_with_the_padding():
     padding = torch.tensor([[False, True, False]])
     routes = torch.arange(12, dtype=torch.uint8).view(1, 3, 2, 2)
@@ -161,3 +174,24 @@ def test_every_micro_batch_adds_to_the_loss_of_a_step(reports):
 def test_without_layers_ahead_there_is_no_loss_of_them():
     assert MTPLoss.begin(make_batch(), 0, 0.3, lambda counts: counts) is None
     assert MTPLoss.begin(make_batch(), 3, 0.3, lambda counts: counts).num_targets[2] == 1
+
+
+# -- gradients of stages ---------------------------------------------------------------------------
+
+
+def smallest_of(stages_of_ranks: list[list[list[list[float]]]]) -> float:
+    """Return the result for stages with these gradients in their buffers."""
+    stages = []
+    for buffers in stages_of_ranks[dist.get_rank()]:
+        tensors = [SimpleNamespace(grad_data=torch.tensor(values)) for values in buffers]
+        stages.append(SimpleNamespace(buffers=tensors))
+    return smallest_stage_gradient(stages, dist.group.WORLD, CPU)
+
+
+@pytest.mark.parametrize(
+    "second_stage, expected", [([[0.0, 0.0], [0.0]], 0.0), ([[0.0, 0.0], [0.25]], 0.25)]
+)
+def test_a_stage_without_a_gradient_is_known_to_all_ranks(tmp_path, second_stage, expected):
+    """Each of two ranks has two virtual stages, and a stage may have several buffers."""
+    stages_of_ranks = [[[[1.0, 0.0]], second_stage], [[[-2.0, 0.0]], [[0.0], [-0.5]]]]
+    assert on_ranks(2, tmp_path, smallest_of, stages_of_ranks) == [expected, expected]

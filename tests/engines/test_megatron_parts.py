@@ -17,10 +17,12 @@ from engines.megatron.families import ROPE_TYPES, check_rope
 from engines.megatron.mapping import row_runs
 from engines.megatron.transformer_config import layout_fields, softmax_scale
 from engines.megatron.without_cuda import cuda_is_cpu
+from engines.teacher import HiddenHead
 from tests.engines.megatron_checks import make_config
 from tests.support.estimates import checkpoint_bytes, estimate_bytes
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
+from tests.support.training import make_batch
 
 
 @pytest.mark.parametrize("rows_per_group", [[3], [2, 2], [4, 1, 1], [6, 2, 2]])
@@ -161,6 +163,59 @@ def test_ranks_drop_the_same_numbers_only_of_an_input_that_they_share(tmp_path, 
         is_row_parallel = "linear_proj" in name or "linear_fc2" in name
         is_shared = not is_row_parallel and not sequence_parallel
         assert (second_rank[name] == draws) == is_shared
+
+
+def places_of_layers(model: Path) -> tuple[dict, list[list[int]]]:
+    """Return the engine's coordinates, and the numbers of the layers of each virtual stage."""
+    pairs = [f"model.path={model}", "model_engine=megatron", "data.train_files=unused"]
+    pairs += ["engine.pipeline_model_parallel_size=2"]
+    pairs += ["engine.virtual_pipeline_model_parallel_size=2"]
+    engine = MegatronEngine(load("sft.yaml", pairs), torch.device("cpu"), 1, optimize=False)
+    numbers = []
+    for stage in engine.layers():
+        numbers.append([number for number, _ in stage])
+    return engine.coordinates(), numbers
+
+
+def test_layers_of_virtual_stages_have_their_numbers_in_the_whole_model(tmp_path):
+    model = make_model(tmp_path / "llama", "llama", num_hidden_layers=5)
+    numbers = [[[0, 1], [3]], [[2], [4]]]
+    for rank, place in enumerate(on_ranks(2, tmp_path, places_of_layers, model)):
+        coordinates, numbers_of_layers = place
+        assert numbers_of_layers == numbers[rank]
+        assert coordinates == {
+            "dp": [0, 1],
+            "cp": [0, 1],
+            "tp": [0, 1],
+            "pp": [rank, 2],
+            "first_layers": [stage[0] for stage in numbers[rank]],
+            "sequence_parallel": False,
+        }
+
+
+def answers_around_another_head(model: Path) -> tuple[list[list[float]], list[int]]:
+    """Return log-probabilities before the outputs of another head, after them, and after an error
+    in a head; and the shape of the other head's outputs."""
+    pairs = [f"model.path={model}", "model_engine=megatron", "data.train_files=unused"]
+    config = load("sft.yaml", [*pairs, "engine.compute_dtype=float32"])
+    engine = MegatronEngine(config, torch.device("cpu"), 1, optimize=False)
+    batch = make_batch(0)
+    answers = [engine.log_probs(batch)[0].tolist()]
+    (hidden,) = engine.token_outputs(batch, HiddenHead())
+    answers.append(engine.log_probs(batch)[0].tolist())
+    with pytest.raises(TypeError):
+        engine.token_outputs(batch, None)
+    answers.append(engine.log_probs(batch)[0].tolist())
+    return answers, [*hidden.shape]
+
+
+def test_an_engine_has_its_own_head_again_after_another_one(tmp_path):
+    model = make_model(tmp_path / "llama", "llama", num_hidden_layers=1)
+    ((answers, shape),) = on_ranks(1, tmp_path, answers_around_another_head, model)
+    before, after, after_error = answers
+    assert before == after == after_error
+    assert any(before)
+    assert shape == [len(before), AutoConfig.from_pretrained(model).hidden_size]
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,36 @@ def test_a_ranks_tokens_know_their_places(tmp_path):
         assert positions == [places[token] for token in own_tokens(4, rank, zigzag=True)]
 
 
+def kernel_ranges() -> tuple[list, list, list[int]]:
+    """Return the ranges of queries and the keys of each segment, and the same as the packed kernel
+    of GPUs gets them; and the kernel's longest ranges."""
+    zigzag = Zigzag([0, 8, 32, 40], dist.group.WORLD, CPU)
+    expected = []
+    for segment in zigzag.segments:
+        keys = [*range(segment.first_key, segment.end_key)]
+        expected.append((segment.first_query, segment.end_query, keys))
+    in_kernel = zigzag._kernel_segments
+    keys = zigzag._keys_of_segments
+    if keys is None:
+        keys = torch.arange(40)
+    ranges = []
+    query_ranges = itertools.pairwise(in_kernel.cu_queries)
+    key_ranges = itertools.pairwise(in_kernel.cu_keys)
+    for queries, keys_of in zip(query_ranges, key_ranges, strict=True):
+        ranges.append((*map(int, queries), keys[slice(*keys_of)].tolist()))
+    assert in_kernel.cu_queries.dtype == in_kernel.cu_keys.dtype == torch.int32
+    return expected, ranges, [in_kernel.max_queries, in_kernel.max_keys]
+
+
+@pytest.mark.parametrize("num_ranks, longest", [(1, [[24, 24]]), (2, [[6, 24], [6, 18]])])
+def test_a_packed_kernel_gets_the_same_segments(tmp_path, num_ranks, longest):
+    for rank, (expected, ranges, longest_ranges) in enumerate(
+        on_ranks(num_ranks, tmp_path, kernel_ranges)
+    ):
+        assert ranges == expected
+        assert longest_ranges == longest[rank]
+
+
 def gather_on_rank() -> dict[str, tuple[list, list]]:
     """Return what each collective gathers, and its gradient for this rank's part."""
     group = dist.group.WORLD

@@ -13,6 +13,8 @@ from examples.arithmetic import make_tokenizer
 from tests.preferences.assets import BATCH_SIZE, NUM_ROWS, arguments, make_assets
 from tests.support.launch import metrics
 from tests.support.scripts import (
+    STOPPING_LOSS,
+    check_a_stopped_run_goes_on,
     check_first_checkpoint,
     limit_positions,
     print_base_names,
@@ -75,3 +77,17 @@ def test_a_checkpoint_names_the_settings_of_its_run(finished):
     saved = check_first_checkpoint(out, BATCH_SIZE)
     assert saved["run"]["algorithm.loss"] == "dpo"
     assert saved["run"]["the reference"] == fingerprint(out.parent / "model")
+
+
+def test_a_stopped_run_exports_nothing_and_goes_on(tmp_path):
+    make_assets(tmp_path)
+    loss = STOPPING_LOSS.format(
+        module="algorithms.preference_losses",
+        loss="dpo",
+        arguments="chosen_log_ratios, rejected_log_ratios",
+        not_finite="tuple(x * float('nan') for x in result)",
+    )
+    (tmp_path / "loss.py").write_text(loss)
+    out = tmp_path / "out"
+    pairs = arguments(tmp_path, out, f"algorithm.loss={tmp_path}/loss.py:mine")
+    check_a_stopped_run_goes_on(train_dpo.main, "dpo.yaml", pairs, out)

@@ -13,6 +13,8 @@ from reward_models import settings
 from tests.reward_models.assets import NUM_ROWS, arguments, make_assets
 from tests.support.launch import metrics
 from tests.support.scripts import (
+    STOPPING_LOSS,
+    check_a_stopped_run_goes_on,
     check_first_checkpoint,
     limit_positions,
     print_base_names,
@@ -82,3 +84,17 @@ def test_a_checkpoint_names_the_settings_of_its_run(finished):
     saved = check_first_checkpoint(out, batch_size=8)
     assert saved["is_classifier"] is True
     assert saved["run"]["algorithm.loss"] == "bradley_terry"
+
+
+def test_a_stopped_run_exports_nothing_and_goes_on(tmp_path):
+    make_assets(tmp_path)
+    loss = STOPPING_LOSS.format(
+        module="algorithms.reward_losses",
+        loss="bradley_terry",
+        arguments="chosen_scores, rejected_scores, margins",
+        not_finite="result * float('nan')",
+    )
+    (tmp_path / "loss.py").write_text(loss)
+    out = tmp_path / "out"
+    pairs = arguments(tmp_path, out, f"algorithm.loss={tmp_path}/loss.py:mine")
+    check_a_stopped_run_goes_on(train_rm.main, "rm.yaml", pairs, out)

@@ -71,6 +71,7 @@ LENGTHY: dict[str, Iterable[str] | None] = {
         "tensor_parallel",
         "pipeline",
     ),
+    "tests/engines/test_check.py::test_ranks_gather_an_export_*": None,
     "tests/engines/test_divergence.py::test_ranks_that_divide_the_vocabulary": (
         "forward_kl-0-33",
         "forward_kl-0-53",
@@ -153,6 +154,7 @@ LENGTHY: dict[str, Iterable[str] | None] = {
     ),
     "tests/preferences/test_set_up.py::test_*": None,
     "tests/profiling/test_compare_layouts.py::test_comparing_a_small_part_*": None,
+    "tests/repository/test_example_runs.py::test_replies_*": None,
     "tests/repository/test_benchmarks.py::test_the_commands_of_a_shell_script_*": None,
     "tests/repository/test_config.py::test_a_process_ends_with_its_parent": None,
     "tests/repository/test_config.py::test_an_error_is_one_line_a_node_*": ("1-None-",),

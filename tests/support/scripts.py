@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 from omegaconf import DictConfig
 
 from config import InputError, load
@@ -16,6 +17,7 @@ from engines.checkpoint import export
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.model.model_files import fingerprint
 from engines.parallel import device
+from engines.schedule import learning_rate
 from job.run import Run
 
 SECONDS = 300  # for a run of one step, on a busy machine
@@ -201,3 +203,46 @@ def change_description(model: Path, **values) -> None:
     file = model / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | values))
+
+
+STOPPING_LOSS = """
+import os
+import signal
+from pathlib import Path
+
+import {module}
+
+
+def mine({arguments}, **_):
+    result = {module}.{loss}({arguments})
+    mark = Path(__file__).with_suffix(".called")
+    if mark.exists():
+        return result
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGTERM)
+    return {not_finite}
+"""
+
+
+def check_a_stopped_run_goes_on(
+    main: Callable[[DictConfig], None], defaults: str, pairs: list[str], out: Path
+) -> None:
+    """Check a run of three steps that is asked to stop in its first one, and then started again.
+
+    Args:
+        pairs: its settings, with a loss of STOPPING_LOSS; the gradient of its first step is NaN.
+        out: its directory.
+    """
+    settings = [*pairs, "trainer.total_steps=3"]
+    printed = run_in_fork(main, defaults, settings, out.with_name("stopped.txt"))
+    assert "stopped by a signal after step 1;" in printed
+    assert not (out / "hf").exists(), "only a complete run exports its model"
+    printed = run_in_fork(main, defaults, settings, out.with_name("resumed.txt"))
+    assert f"model: {out}/hf" in printed
+    assert (out / "hf" / "model.safetensors").exists()
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["train/skipped"] for line in lines] == [1, 1, 1], "the first step, forever"
+    optim = load(defaults, settings).optim
+    rates = [learning_rate(optim, step, total_steps=3) for step in range(3)]
+    assert [line["train/lr"] for line in lines] == pytest.approx(rates)

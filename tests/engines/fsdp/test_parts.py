@@ -5,7 +5,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from config import InputError
 from engines.adamw import Storage
+from engines.fsdp.attention import Packing, packed_attention
 from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.rounding import report_lost_updates
 from engines.fsdp.state import ModelState, future_optimizer_sizes, optimizer_tensors
@@ -13,6 +15,7 @@ from engines.fsdp.transforms import build_model, prepare_layers, uses_compile
 from engines.heads import Head
 from engines.optimizer import adamw, muon
 from tests.engines.fsdp.cases import make_config
+from tests.engines.test_microbatch import FakeGroup
 
 CPU = torch.device("cpu")
 
@@ -53,6 +56,51 @@ def test_padded_rows_have_soft_caps_and_sinks(has_mask, softcap, sinks):
     attended, _ = AttentionInterface()["padded"](module, q, k, v, mask, **options)
     expected = written_out(q, k, v, is_seen, softcap, sinks)
     torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-5)
+
+
+# -- attention of packed sequences -----------------------------------------------------------------
+
+
+def attend_packed(attention_mask: Tensor | None = None, **options) -> Tensor:
+    """Attend within a sequence of 3 tokens and one of 2."""
+    if "packing" not in options:
+        options["packing"] = Packing.of([3, 2], FakeGroup(0, 1), CPU, zigzag=False)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, 5, 4, generator=generator) for _ in range(3)]
+    return packed_attention(None, *inputs, attention_mask, **options)[0]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"dropout": 0.1, "position_bias": 1}, "the model needs dropout in its attention"),
+        ({"position_bias": torch.ones(1)}, "the model needs position_bias in its attention"),
+        ({"is_causal": False}, "the model needs is_causal=False in its attention"),
+        ({"packing": None}, "do not pass the sequence boundaries on to their attention"),
+        (
+            {"attention_mask": torch.empty(1, 1, 2, 8, device="meta")},
+            "only a mask limits its attention to a window of 8 tokens",
+        ),
+        (
+            {"attention_mask": torch.empty(1, 1, 2, 0, device="meta"), "sliding_window": 4},
+            "only some of transformers' attention implementations apply its window of 4 tokens",
+        ),
+    ],
+)
+def test_attention_that_a_packed_kernel_would_compute_wrongly_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        attend_packed(**options)
+
+
+def test_what_does_not_change_attention_may_be_passed():
+    expected = attend_packed()
+    mask = torch.empty(1, 1, 1, 1, device="meta")
+    harmless = {"dropout": 0.0, "is_causal": True, "use_cache": True, "position_bias": None}
+    assert torch.equal(attend_packed(mask, **harmless), expected)
+    window = torch.empty(1, 1, 2, 2, device="meta")
+    within_window = attend_packed(window, sliding_window=2)
+    is_changed = (within_window != expected).flatten(2).any(-1)
+    assert is_changed.tolist() == [[False, False, True, False, False]]
 
 
 # -- optimizers ------------------------------------------------------------------------------------
