@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 
 import pytest
 
@@ -9,7 +10,7 @@ from rollout.episodes.jobs import EndedEpisode, EpisodeJob, EpisodeStream, Limit
 from rollout.grading.clock import StoppableClock
 from rollout.grading.results import Failure, Reward
 
-SECONDS = 20
+SECONDS = 5
 
 
 def key_of(i: int) -> str:
@@ -119,8 +120,10 @@ def test_a_thread_that_waits_for_episodes_is_woken(stream):
     stream.add({1: request(1)})
     assert begun.wait(SECONDS)
     (waker,) = stream._wakers.values()
+    os.set_blocking(waker, False)
     stream.add({})
     assert os.eventfd_read(waker) == 1, "it may wait for a worker's answer instead"
+    time.sleep(0.1)  # until it waits
     stream.close()
     thread.join(SECONDS)
     assert not thread.is_alive()
