@@ -12,9 +12,11 @@ from data.batching.batch import Batch, make_cu_seqlens
 from engines.model.hf import read_hf_config
 from rl.updates import MAX_FP8_GAP, check_fp8_kv_cache
 from rollout.sharing import Share
+from rollout.vllm.adapters import LayoutError
 from rollout.vllm.arguments import Host, engine_arguments
 from rollout.vllm.capacity import kv_bytes_per_token, weight_bytes
-from rollout.vllm.fp8_weights import quantize_rows
+from rollout.vllm.copies import Copy
+from rollout.vllm.fp8_weights import Fp8Weights, Rows, check_complete, quantize_rows, rows_of
 from rollout.vllm.quantization import check_head_size, cpu_can_cache
 from rollout.vllm.settings import check_rollout
 from tests.support.launch import launch
@@ -142,6 +144,73 @@ def test_each_row_has_a_scale_of_its_own():
     errors = (codes.double() * scales.double() - rows.double()).abs()
     # E4M3 rounds to 4 significant bits.
     assert (errors <= rows.double().abs() * 2**-4 + largest[:, None] * 2**-16).all()
+
+
+def fp8_layer(num_rows: int, width: int) -> torch.nn.Module:
+    """Return a layer whose matrix of zeros is in memory as in vLLM."""
+    layer = torch.nn.Module()
+    codes = torch.zeros(num_rows, width, dtype=torch.float8_e4m3fn)
+    layer.register_buffer("weight", codes.t())
+    layer.register_buffer("weight_scale", torch.zeros(num_rows, 1))
+    return layer
+
+
+def matrix_of(layer: torch.nn.Module) -> torch.Tensor:
+    return layer.weight.t().float() * layer.weight_scale
+
+
+def test_a_part_of_a_weight_is_written_into_its_rows_alone():
+    """The last four of six rows go to rows 1 to 4 of the layer."""
+    torch.manual_seed(0)
+    weight = torch.randn(6, 32).bfloat16()
+    layer = fp8_layer(7, 32)
+    part = torch.empty(6, 32, device="meta", dtype=torch.bfloat16)[2:]
+    destination = torch.empty(7, 32, dtype=torch.bfloat16)[1:5]
+    rows = rows_of(layer, Copy(destination, part))
+    assert rows.start == 1
+    rows.write(weight)
+    matrix = matrix_of(layer)
+    assert torch.allclose(matrix[1:5], weight[2:].float(), rtol=2**-3, atol=1e-2)
+    assert matrix[[0, 5, 6]].eq(0).all()
+    assert layer.weight_scale[[0, 5, 6]].eq(0).all()
+
+
+def test_weights_that_no_fp8_layer_has_are_passed_on():
+    """The others are written, also if they are transposed in memory."""
+    torch.manual_seed(0)
+    layer = fp8_layer(4, 32)
+    fp8_weights = Fp8Weights.__new__(Fp8Weights)
+    fp8_weights.rows = {"o": [Rows(layer, 0, torch.empty(4, 32, device="meta"))]}
+    weight = torch.randn(32, 4).bfloat16().t()
+    norm = torch.ones(32)
+    assert [*fp8_weights.write([("o", weight), ("norm", norm)])] == [("norm", norm)]
+    assert torch.allclose(matrix_of(layer), weight.float(), rtol=2**-3, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "destination",
+    [torch.empty(7, 32)[:, :16], torch.empty(7, 64)[:, :32], torch.empty(7 * 32)],
+    ids=["half of each row", "rows with gaps", "no matrix"],
+)
+def test_copies_that_do_not_fill_whole_rows_are_a_layout_error(destination):
+    with pytest.raises(LayoutError, match="only parts of the rows"):
+        rows_of(fp8_layer(7, 32), Copy(destination, torch.empty(7, 32, device="meta")))
+
+
+def test_every_row_of_every_layer_belongs_to_a_weight():
+    """A fused layer gets its rows from two weights."""
+    fused = fp8_layer(5, 32)
+    single = fp8_layer(4, 32)
+    rows_of_weights = {
+        "k": [Rows(fused, 0, torch.empty(3, 32))],
+        "v": [Rows(fused, 3, torch.empty(2, 32))],
+        "o": [Rows(single, 0, torch.empty(4, 32))],
+    }
+    check_complete([fused, single], rows_of_weights)
+    for name in rows_of_weights:
+        others = {other: rows for other, rows in rows_of_weights.items() if other != name}
+        with pytest.raises(LayoutError, match="rows in FP8 that no weight"):
+            check_complete([fused, single], others)
 
 
 # -- the check of the KV cache ---------------------------------------------------------------------

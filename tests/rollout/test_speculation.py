@@ -13,6 +13,7 @@ import engines.model.mimo  # noqa: F401  makes transformers know MiMo
 from config import InputError, load
 from rollout.vllm.settings import check_rollout
 from rollout.vllm.speculation import (
+    DraftCounter,
     accepted_tokens,
     check_drafter,
     collect_drafter_weights,
@@ -285,6 +286,44 @@ def test_drafts_change_no_token_of_the_v1_model_runner(sampler):
             row = request * max_tokens + step
             assert all_ids[row].tolist() == ids
             assert all_log_probs[row].tolist() == log_probs
+
+
+@pytest.fixture
+def scheduler():
+    """vLLM's scheduler, of which only the end of a request's step is used."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler.max_model_len = 100
+    return scheduler
+
+
+def test_drafts_are_counted_with_the_tokens_that_responses_keep(scheduler):
+    """Of three steps, the second has no drafts, and the third draws tokens after the end."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    counter = DraftCounter(scheduler)
+    params = SamplingParams(max_tokens=50, stop_token_ids=[END])
+    request = Request("a", [5, 6], params, None)
+    steps = [(4, 2, [7, 8, 9]), (0, 0, [7]), (3, 3, [8, END, 9, 9])]
+    kept = []
+    for num_drafts, num_accepted, tokens in steps:
+        if num_drafts:
+            scheduler.make_spec_decoding_stats(
+                None,
+                num_draft_tokens=num_drafts,
+                num_accepted_tokens=num_accepted,
+                num_invalid_spec_tokens=None,
+                request_id="a",
+            )
+        kept.append(scheduler._update_request_with_output(request, tokens))
+    assert kept == [([7, 8, 9], False), ([7], False), ([8, END], True)]
+    assert counter.counts.tolist() == [2, 4 + 3, 2 + 3, 2 + 1]
+    # Tokens of a later step without drafts come from no draft.
+    other = Request("b", [5], params, None)
+    scheduler._update_request_with_output(other, [7, 8])
+    assert counter.counts.tolist() == [2, 7, 5, 3]
 
 
 def test_metrics_of_drafts():
