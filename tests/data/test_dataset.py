@@ -831,10 +831,9 @@ def test_tokenizing_unfreezes_only_what_it_froze_itself(is_frozen):
     try:
         if is_frozen:
             gc.freeze()
-        num_frozen = gc.get_freeze_count()
         with forking_workers():
             assert gc.get_freeze_count() > 0
+        # All objects are unfrozen at once, or none.
         assert (gc.get_freeze_count() > 0) == is_frozen
-        assert gc.get_freeze_count() >= num_frozen
     finally:
         gc.freeze()  # as the suite's start did
