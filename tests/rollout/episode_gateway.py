@@ -23,6 +23,13 @@ SAMPLING = {
     "stop": [],
 }
 SECONDS = 60
+CHAT = "/v1/chat/completions"
+GENERATE = "/inference/v1/generate"
+HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def save_tokenizer(folder: Path, template: str | None, end: str) -> Path:

@@ -7,6 +7,7 @@ import pytest
 
 from rollout.episodes.client import LLM, EpisodeLimit, LLMError, read_error, read_tool_call
 from rollout.episodes.posting import HTTPError
+from tests.support.servers import with_server
 
 
 def played(answer: dict, call):
@@ -26,13 +27,7 @@ def played(answer: dict, call):
         await writer.drain()
         writer.close()
 
-    async def exchange():
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        async with server:
-            return await call(LLM(f"http://127.0.0.1:{port}/v1/", "a key"))
-
-    result = asyncio.run(asyncio.wait_for(exchange(), timeout=30))
+    result = with_server(serve, lambda url: call(LLM(f"{url}/", "a key")))
     ((path, key, body),) = requests
     assert key == "Bearer a key"
     return result, path, body

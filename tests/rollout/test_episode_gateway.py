@@ -12,8 +12,12 @@ import pytest
 from rollout.episodes.server import GatewayServer
 from tests.data.chat_templates import CHATML, CONTROL, QWEN2, make_tokenizer
 from tests.rollout.episode_gateway import (
+    CHAT,
+    GENERATE,
+    HELLO,
     SAMPLING,
     SECONDS,
+    TOOL,
     VOCAB_SIZE,
     GatewayProcess,
     gateway_settings,
@@ -23,14 +27,7 @@ from tests.rollout.episode_gateway import (
 # They start the gateway, or read its tokenizer and template.
 pytestmark = pytest.mark.slow
 
-HELLO = [{"role": "user", "content": "hello"}]
 NEXT = {"role": "user", "content": "question"}
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
-}
-CHAT = "/v1/chat/completions"
-GENERATE = "/inference/v1/generate"
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,17 @@ from rollout.episodes.gateway import Gateway
 from rollout.episodes.link import TrainerLink
 from rollout.episodes.replies import Sampled
 from tests.data.chat_templates import CONTROL, QWEN2, make_tokenizer
-from tests.rollout.episode_gateway import SAMPLING, gateway_settings, save_tokenizer
+from tests.rollout.episode_gateway import (
+    CHAT,
+    GENERATE,
+    HELLO,
+    SAMPLING,
+    TOOL,
+    gateway_settings,
+    save_tokenizer,
+)
 
 SECONDS = 20
-CHAT = "/v1/chat/completions"
-GENERATE = "/inference/v1/generate"
-HELLO = [{"role": "user", "content": "hello"}]
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
-}
 
 
 @pytest.fixture(scope="module")

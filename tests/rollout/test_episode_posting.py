@@ -6,6 +6,7 @@ import json
 import pytest
 
 from rollout.episodes.posting import HTTPError, post
+from tests.support.servers import with_server
 
 ANSWER = {"text": "größer", "numbers": [1, 2]}
 BODY = json.dumps(ANSWER).encode()
@@ -33,13 +34,7 @@ def answered(response: bytes) -> tuple[object, bytes]:
         await writer.drain()
         writer.close()
 
-    async def exchange():
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        async with server:
-            return await post(f"http://127.0.0.1:{port}/v1/turn", {"ids": [1, 2]}, "a key")
-
-    answer = asyncio.run(asyncio.wait_for(exchange(), timeout=30))
+    answer = with_server(serve, lambda url: post(f"{url}/turn", {"ids": [1, 2]}, "a key"))
     return answer, requests[0]
 
 
