@@ -28,9 +28,11 @@ def key_problems(layers: list[DictConfig], known: dict) -> Iterator[str]:
             problem = group_problem(key, value, known)
             if problem:
                 yield problem
+            elif key in known or is_free(key, known):
+                continue
             elif is_foreign(key, known):
                 foreign.setdefault(readers()[key], []).append(key)
-            elif key not in known and not is_free(key, known):
+            else:
                 yield unknown_key_problem(key, known)
     for reader, keys in foreign.items():
         yield foreign_keys_problem(reader, list(dict.fromkeys(keys)))
@@ -42,9 +44,8 @@ def members(key: str, known: dict) -> list[str]:
 
 
 def is_foreign(key: str, known: dict) -> bool:
-    """Return whether only another script or engine reads a key."""
-    is_unknown = key not in known and not is_free(key, known)
-    return is_unknown and key in readers() and not members(key, known)
+    """Return whether only another script or engine reads a key that is unknown here."""
+    return key in readers() and not members(key, known)
 
 
 def foreign_keys_problem(reader: str, keys: list[str]) -> str:
