@@ -64,6 +64,7 @@ def check_model_and_layout(config: DictConfig, world_size: int, head: Head, repo
     optimizer.check_muon_parameters(config, hf, layers, head is Head.VALUES)
     float8.check(hf, config, reports)
     check_float8_cache(config, world_size)
+    check_float8_gather(config, world_size)
     if reports and not freeze.is_critic(config, head):
         report_unused_dtype(config)
     return hf_config
@@ -84,6 +85,33 @@ def check_float8_cache(config: DictConfig, world_size: int) -> None:
                 f"engine.float8_cache_weights=true needs weights that stay gathered: set "
                 f"engine.{key}=false, or leave float8_cache_weights out"
             )
+
+
+def check_float8_gather(config: DictConfig, world_size: int) -> None:
+    """Raise InputError if weights are to be gathered in FP8, but cannot be or are not gathered."""
+    engine = config.engine
+    if not engine.float8_all_gather:
+        return
+    setting = "engine.float8_all_gather=true"
+    if engine.float8 != "tensorwise":
+        raise InputError(
+            f"{setting} needs engine.float8=tensorwise, not {engine.float8}: set it, or leave "
+            "float8_all_gather out"
+        )
+    if engine.cpu_offload:
+        raise InputError(
+            f"{setting} does not go with engine.cpu_offload=true: leave one of them out"
+        )
+    if engine.float8_cache_weights:
+        raise InputError(
+            f"{setting} rounds weights before they are gathered, so there is nothing to round "
+            "for engine.float8_cache_weights=true: leave one of them out"
+        )
+    if not is_sharded(config, world_size) or is_replicated(config, world_size):
+        raise InputError(
+            f"{setting} does nothing here, since every rank holds all of the weights in FP8: "
+            "leave it out"
+        )
 
 
 def report_unused_dtype(config: DictConfig) -> None:

@@ -182,6 +182,7 @@ class FSDPEngine(Engine):
             head,
             shared_weights,
         )
+        transforms.gather_in_float8(self.hf, self.config, self.device.type)
         keep_short_frequencies(self.hf)
         load_adapter(self.hf, self.config.model.lora, self.config.trainer.seed)
         embedding = self.hf.get_input_embeddings()

@@ -232,7 +232,22 @@ def gathered_bytes(setup: Setup) -> float:
     layers = setup.layers
     num_layers = 2 if setup.config.engine.reshard_after_forward else len(layers)
     in_root, in_layer = root_and_layer(sharded_parameters(setup), layers)
-    return (in_root + num_layers * in_layer) * setup.compute_bytes
+    num_bytes = (in_root + num_layers * in_layer) * setup.compute_bytes
+    return num_bytes - saved_by_float8_gather(setup, num_layers)
+
+
+def saved_by_float8_gather(setup: Setup, num_layers: int) -> float:
+    """Return the bytes that engine.float8_all_gather saves while so many layers are gathered."""
+    engine = setup.config.engine
+    if not engine.float8_all_gather:
+        return 0
+    num_rounded = 0
+    for layer in float8.chosen_layers(setup.hf, engine.float8_exclude).values():
+        if layer.out_features % setup.num_shards == 0:
+            num_rounded += layer.weight.numel()
+    num_decoder_layers = len(layer_modules(setup.hf, setup.hf.get_decoder()))
+    share_gathered = min(num_layers, num_decoder_layers) / num_decoder_layers
+    return share_gathered * num_rounded * (setup.compute_bytes - 1)
 
 
 def rounded_bytes(setup: Setup) -> int | None:

@@ -20,6 +20,9 @@ from engines.parallel.collectives import groups_of_grid
 
 # The parameters of a layer in which a micro-batch of 8,192 tokens computes for 8 ms at 400 TFLOP/s.
 LARGE_LAYER = 64_000_000
+# The axes of the mesh: copies of the weights, and the ranks that share one copy.
+REPLICATE = "replicate"
+SHARD = "shard"
 
 
 def shard(
@@ -109,10 +112,10 @@ def fsdp_mesh(engine: DictConfig, device_type: str, world_size: int) -> DeviceMe
     """Return the mesh for sharding, with a second axis if there are several replicas."""
     size = num_shards(engine, world_size)
     if not has_replicas(engine, world_size):
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=(SHARD,))
     shape = (world_size // size, size)
     ranks = torch.arange(world_size).reshape(shape)
-    names = ("replicate", "shard")
+    names = (REPLICATE, SHARD)
     groups = groups_of_grid(shape)
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 

@@ -83,18 +83,39 @@ def compile_layers(hf: nn.Module) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
+def gather_in_float8(hf: nn.Module, config: DictConfig, device_type: str) -> None:
+    """Make ranks gather weights in FP8, if engine.float8_all_gather is set.
+
+    Unlike the transforms, this comes after the model is sharded and has its weights.
+    """
+    if not config.engine.float8_all_gather:
+        return
+    from engines.fsdp import float8_gather  # imports torchao
+
+    compute_dtype = getattr(torch, config.engine.compute_dtype)
+    float8_gather.use_gather(hf, compute_dtype, uses_compile(config.engine, device_type))
+
+
 # -- while a batch is computed ---------------------------------------------------------------------
 
 
 def weights_rounded_once(
     model: nn.Module, config: DictConfig, device_type: str
 ) -> AbstractContextManager[None]:
-    """Within this block, keep the weights in FP8 if engine.float8_cache_weights is set."""
-    if not config.engine.float8_cache_weights:
-        return nullcontext()
-    from engines.fsdp import float8_cache  # imports torchao
+    """Within this block, keep what FP8 needs of the weights, as configured.
 
-    return float8_cache.rounded_once(model, uses_compile(config.engine, device_type))
+    These are the rounded weights with engine.float8_cache_weights, and only their scales with
+    engine.float8_all_gather.
+    """
+    if config.engine.float8_all_gather:
+        from engines.fsdp import float8_gather  # imports torchao
+
+        return float8_gather.scaled_once(model)
+    if config.engine.float8_cache_weights:
+        from engines.fsdp import float8_cache  # imports torchao
+
+        return float8_cache.rounded_once(model, uses_compile(config.engine, device_type))
+    return nullcontext()
 
 
 # -- settings --------------------------------------------------------------------------------------

@@ -24,8 +24,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
 from common.counting import count_of
 from config import InputError
@@ -201,14 +202,24 @@ def disabled(modules: Iterable[nn.Module]) -> Iterator[None]:
     layers = []
     for root in modules:
         layers += [layer for layer in root.modules() if is_float8(layer)]
-    float8_class = type(layers[0]) if layers else None
+    float8_classes = [type(layer) for layer in layers]
     for layer in layers:
-        layer.__class__ = nn.Linear
+        layer.__class__ = PlainLinear
     try:
         yield
     finally:
-        for layer in layers:
+        for layer, float8_class in zip(layers, float8_classes):
             layer.__class__ = float8_class
+
+
+class PlainLinear(nn.Linear):
+    """A linear layer that multiplies in the compute dtype, even if its weight is in FP8."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if hasattr(weight, "to_original_precision"):  # torchao's tensor
+            weight = weight.to_original_precision()
+        return F.linear(x, weight, self.bias)
 
 
 def is_float8(module: nn.Module) -> bool:

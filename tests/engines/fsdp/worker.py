@@ -19,6 +19,7 @@ from tests.engines.fsdp import (  # noqa: F401  they register their cases
     test_experts,
     test_families,
     test_float8,
+    test_float8_gather,
     test_freezing,
     test_memory,
     test_optimizers,

@@ -1,0 +1,159 @@
+"""engine.float8_all_gather: weights that ranks gather in FP8."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from config import InputError, load
+from engines.fsdp import sharded_memory, sharding
+from engines.fsdp.checks import check_float8_gather
+from engines.fsdp.transforms import build_model
+from engines.heads import Head
+from engines.model import float8
+from engines.model.hf import read_hf_config
+from tests.engines.fsdp.cases import BF16, MASTER, RECOMPUTE, build, train, worker_case
+from tests.support.cases import needs
+from tests.support.models import make_model
+from tests.support.torchao import make_importable
+from tests.support.training import digest
+
+IN_FP8 = "float8_all_gather=true"
+# name -> (settings of the engine, with adapters)
+LAYOUTS = {
+    "ZeRO-3": (MASTER, False),
+    "ZeRO-3, bf16": (BF16, False),
+    "ZeRO-3, recomputed": (f"{MASTER} {RECOMPUTE}", False),
+    "ZeRO-2": (f"{MASTER} reshard_after_forward=false", False),
+    "ZeRO-2, one unit": (
+        f"{BF16} reshard_after_forward=false sync_each_micro_batch=false",
+        False,
+    ),
+    "HSDP": (f"{MASTER} fsdp_size=1", False),
+    "adapters": (MASTER, True),
+}
+NUM_STEPS = 3
+
+
+@worker_case(2)
+def float8_gather(folder: Path, device: torch.device) -> dict:
+    make_importable()
+    results = {}
+    for name, (settings, has_adapters) in LAYOUTS.items():
+        results[name] = {}
+        for way in ("", IN_FP8):
+            settings_of_way = f"{settings} float8=tensorwise {way}".strip()
+            engine = build(folder / "qwen3", device, settings_of_way, lora=has_adapters)
+            metrics = train(engine, range(NUM_STEPS - 1))
+            engine.offload()
+            metrics += train(engine, range(NUM_STEPS - 1, NUM_STEPS))
+            results[name][way] = {
+                "metrics": metrics,
+                "weights": digest(dict(engine.export_weights())),
+                "gathered": gathered_types(engine),
+            }
+    return results
+
+
+def gathered_types(engine) -> list[str]:
+    """Return the types of gathered weights, after checking those in FP8."""
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+
+    layers = [module for module in engine.hf.modules() if float8.is_float8(module)]
+    whole = [sharding.full_tensor(layer.weight.detach()) for layer in layers]
+    sharding.gather(engine.model)
+    types = set()
+    for layer, weight in zip(layers, whole):
+        gathered = layer.weight.data
+        types.add(type(gathered).__name__)
+        if type(gathered) is not Tensor:
+            rounded = hp_tensor_to_float8_dynamic(
+                weight.bfloat16(), torch.float8_e4m3fn, layer.linear_mm_config
+            )
+            assert torch.equal(gathered._scale, rounded._scale)
+            assert torch.equal(gathered._data.float(), rounded._data.float())
+    sharding.reshard(engine.model)
+    return sorted(types)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+@needs((2, "float8_gather"))
+def test_gathering_in_fp8_changes_nothing(results, name):
+    result = results(2)["float8_gather"][name]
+    plain = result[""]
+    in_fp8 = result[IN_FP8]
+    assert "Float8TrainingTensor" not in plain["gathered"]
+    assert in_fp8["gathered"] == ["Float8TrainingTensor"]
+    assert in_fp8["metrics"] == plain["metrics"]
+    assert in_fp8["weights"] == plain["weights"]
+
+
+# -- checks and estimates --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    make_importable()
+    return make_model(tmp_path_factory.mktemp("float8_gather"), "llama")
+
+
+def config_of(model: Path, *settings: str):
+    return load("sft.yaml", [f"model.path={model}", "data.train_files=unused", *settings])
+
+
+GATHER = ["engine.float8=tensorwise", "engine.float8_all_gather=true"]
+UNSHARDED = ["engine.param_dtype=bfloat16", "engine.compute_dtype=bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "settings, world_size",
+    [([], 2), ([], 1), (UNSHARDED, 2), (["model.lora.rank=4", "engine.fsdp_size=2"], 4)],
+)
+def test_sharded_weights_can_be_gathered_in_fp8(model, settings, world_size):
+    check_float8_gather(config_of(model, *GATHER, *settings), world_size)
+
+
+@pytest.mark.parametrize(
+    "settings, world_size, message",
+    [
+        (["engine.float8=rowwise"], 2, "needs engine.float8=tensorwise, not rowwise: "),
+        (["engine.float8=none"], 2, "needs engine.float8=tensorwise, not none: "),
+        (["engine.cpu_offload=true"], 2, "does not go with engine.cpu_offload=true: "),
+        (["engine.float8_cache_weights=true"], 2, "nothing to round for engine.float8_cache"),
+        (UNSHARDED, 1, "every rank holds all of the weights in FP8: leave it out"),
+        (["model.lora.rank=4", "engine.fsdp_size=1"], 2, "every rank holds all of the weights"),
+        (["model.lora.rank=4"], 1, "every rank holds all of the weights"),
+    ],
+)
+def test_settings_that_gather_nothing_in_fp8_are_an_error(model, settings, world_size, message):
+    with pytest.raises(InputError, match=message):
+        check_float8_gather(config_of(model, *GATHER, *settings), world_size)
+
+
+@pytest.mark.parametrize("is_resharded", [True, False])
+def test_the_estimate_counts_a_byte_less_per_gathered_weight(model, is_resharded):
+    """ZeRO-3 has two layers gathered at a time, ZeRO-2 all three."""
+    num_gathered = 2 if is_resharded else 3
+    layer_settings = f"engine.reshard_after_forward={str(is_resharded).lower()}"
+    plain = config_of(model, "engine.float8=tensorwise", layer_settings)
+    in_fp8 = config_of(model, *GATHER, layer_settings)
+    (without,) = sharded_memory.estimate_memory(plain, 2, "cpu")
+    (estimate,) = sharded_memory.estimate_memory(in_fp8, 2, "cpu")
+    hf, _ = build_model(in_fp8, Head.LOG_PROBS)
+    layers = hf.get_decoder().layers
+    assert len(layers) == 3
+    in_layer = sum(p.numel() for name, p in layers[0].named_parameters() if "proj" in name)
+    assert without.gathered_weights - estimate.gathered_weights == num_gathered * in_layer
+
+
+def test_the_estimate_leaves_out_weights_that_do_not_divide_evenly(model):
+    """Of 48 ranks, each can have a row of the gate and of up, but not of the other matrices."""
+    plain = config_of(model, "engine.float8=tensorwise")
+    (without,) = sharded_memory.estimate_memory(plain, 48, "cpu")
+    (estimate,) = sharded_memory.estimate_memory(config_of(model, *GATHER), 48, "cpu")
+    shape = read_hf_config(model).get_text_config()
+    assert shape.intermediate_size == 48
+    in_layer = 2 * shape.hidden_size * shape.intermediate_size
+    assert without.gathered_weights - estimate.gathered_weights == 2 * in_layer
