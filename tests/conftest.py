@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # and again: first while tests are collected, and then in each of them.
     gc.disable()
     gc.set_threshold(20_000, 20, 20)
+    load_hypothesis_profile()
     is_worker = hasattr(config, "workerinput")
     if is_worker:
         # The last thing that happens at exit. Nobody reads a worker's exit code, and Python would
@@ -43,6 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         atexit.register(gc.unfreeze)  # otherwise extensions would report leaks
         config.pluginmanager.register(ShowFailures(config))
+
+
+def load_hypothesis_profile() -> None:
+    """Let tests over generated inputs take as long as they need: a busy machine is no failure."""
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("patient")
 
 
 @pytest.hookimpl(tryfirst=True)
