@@ -146,7 +146,10 @@ def main() -> None:
             f"--experts {num_experts} is too few: a token is sent to {EXPERTS_PER_TOKEN} experts, "
             f"so give at least {EXPERTS_PER_TOKEN}, or leave --experts out"
         )
-    build(arguments.directory, arguments.gguf or find_gguf(), num_experts)
+    gguf_path = arguments.gguf or find_gguf()
+    if not gguf_path.is_file():
+        command.error(f"there is no file {gguf_path}")
+    build(arguments.directory, gguf_path, num_experts)
 
 
 if __name__ == "__main__":

@@ -144,6 +144,24 @@ def test_a_full_disk_is_named(tmp_path):
         tracker.close()
 
 
+def test_the_lines_of_every_attempt_are_kept(tmp_path):
+    """Two runs are killed after step 2, and both times it continues from step 1."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "train/loss": 1.0 / step}) + "\n" for step in (1, 2)]
+    second = json.dumps({"step": 2, "train/loss": 0.4}) + "\n"
+    path.write_text("".join(lines))
+    tracking.supersede(path, 1)
+    with path.open("a") as file:
+        file.write("broken\n" + second)
+    tracking.supersede(path, 1)
+    with path.open("a") as file:
+        file.write("also broken\n")
+    tracking.supersede(path, 1)
+    assert path.read_text() == lines[0]
+    assert (tmp_path / "metrics.superseded.jsonl").read_text() == lines[1] + second
+    assert (tmp_path / "metrics.broken.jsonl").read_text() == "broken\nalso broken\n"
+
+
 def test_a_killed_run_repeats_its_last_steps_and_keeps_their_old_lines(tmp_path, capsys):
     """It was killed after step 3, while a line was written, and continues from step 1."""
     track(tmp_path, [[0, 1]] * 3)

@@ -198,3 +198,20 @@ def test_a_token_needs_two_experts(tmp_path, monkeypatch, capsys):
         smollm2.main()
     assert "--experts 1 is too few: a token is sent to 2 experts" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_builds_from_a_file_elsewhere(tmp_path, monkeypatch, llama, built):
+    write_gguf(tmp_path / "model.gguf", llama, GGMLQuantizationType.F32)
+    command = ["smollm2.py", "build", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", [*command, "--gguf", str(tmp_path / "model.gguf")])
+    smollm2.main()
+    written = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert written == (built / "model.safetensors").read_bytes()
+
+
+def test_a_file_that_does_not_exist_is_named(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "model.gguf"
+    monkeypatch.setattr("sys.argv", ["smollm2.py", "build", str(tmp_path), "--gguf", str(path)])
+    with pytest.raises(SystemExit, match="2"):
+        smollm2.main()
+    assert f"there is no file {path}" in capsys.readouterr().err

@@ -135,13 +135,14 @@ def test_a_message_is_described_with_its_reasoning_and_its_calls():
     functions = [{"name": "add", "arguments": '{"a": 1}'}, {"name": "stop", "arguments": "{}"}]
     message = {
         "role": "assistant",
-        "reasoning": "first\nthen",
+        "reasoning": "first\nthen\nlast",
         "content": "I add.",
         "tool_calls": [{"function": function} for function in functions],
     }
     assert list(trial.message_lines(message)) == [
         "  assistant, reasoning: first",
         "    then",
+        "    last",
         "  assistant: I add.",
         '  assistant calls: add({"a": 1})',
         "  assistant calls: stop({})",

@@ -1225,6 +1225,24 @@ def test_a_function_that_raises(shared, behave):
     assert "SystemExit: 3" in leaving.trace
 
 
+TRACE = """Traceback (most recent call last):
+  File "/install/rollout/episodes/worker.py", line 5, in run
+    play()
+  File "/install/rollout/episodes/threads.py", line 9, in call
+    return function(*arguments)
+  File "/home/user/agent.py", line 10, in solve
+    helper(1 / 0)
+  File "/home/user/tools.py", line 2, in helper
+    raise ValueError("no number")
+ValueError: no number
+"""
+
+
+def test_a_summary_names_the_first_line_of_the_users_own():
+    failure = Failure("raised", TRACE, {}, "")
+    assert failure.summary == "raised: ValueError: no number (/home/user/agent.py:10)"
+
+
 @pytest.mark.slow
 def test_functions_that_hang_are_killed(make, behave, tmp_path):
     pid = tmp_path / "pid"

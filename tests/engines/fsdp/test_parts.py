@@ -132,6 +132,32 @@ def test_host_memory_is_planned_for_moments_that_do_not_exist_yet():
     assert sorted(held) == sorted([8 * 300, 8 * 2 * 4, 16 * 4] * 2)
 
 
+@pytest.mark.parametrize(
+    "settings, trained, frozen",
+    [
+        ([], torch.float32, None),
+        (["engine.param_dtype=bfloat16"], torch.bfloat16, None),
+        (["engine.param_dtype=bfloat16", "engine.compute_dtype=float32"], torch.bfloat16, None),
+        (["model.lora.rank=4"], torch.float32, torch.bfloat16),
+        (
+            ["model.lora.rank=4", "model.lora.dtype=bfloat16", "engine.compute_dtype=float32"],
+            torch.bfloat16,
+            torch.float32,
+        ),
+    ],
+)
+def test_trained_and_frozen_weights_are_stored_in_their_own_dtypes(
+    folder, settings, trained, frozen
+):
+    config = make_config(folder, "engine.compute_dtype=bfloat16", *settings)
+    hf, _ = build_model(config, Head.LOG_PROBS)
+    dtypes = {True: set(), False: set()}
+    for parameter in hf.parameters():
+        dtypes[parameter.requires_grad].add(parameter.dtype)
+    assert dtypes[True] == {trained}
+    assert dtypes[False] == ({frozen} if frozen else set())
+
+
 OWN = "def own(params, lr, **_): ...\n"
 
 
