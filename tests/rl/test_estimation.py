@@ -215,6 +215,20 @@ def test_truncated_responses_are_left_out_of_the_loss_but_not_of_their_group():
     )
 
 
+def test_rejected_tokens_stay_out_where_truncated_responses_are_left_out_too():
+    """The second token of the first response is rejected; the second response is truncated."""
+    settings = [
+        "algorithm.adv_estimator=dr_grpo",
+        "algorithm.loss_agg_mode=token-mean",
+        "algorithm.rollout_rs=token",
+        "algorithm.mask_truncated=true",
+    ]
+    samples = make_samples([2, 4, 1], [1, 3, 2], [0, 0, 0])
+    old_log_probs = [-1.0, -9.0, *[-1.0] * 5]
+    f, _ = advantages(samples, *settings, old_log_probs=old_log_probs)
+    assert on_responses(samples, f["loss_weight"]) == pytest.approx([1 / 2, 0, 0, 0, 0, 0, 1 / 2])
+
+
 KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k1"]
 
 
