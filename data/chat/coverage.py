@@ -31,7 +31,17 @@ class Coverage:
     def __init__(self, chat):
         self.chat = chat
         self._is_unknown: dict[str, bool] = {}
-        self.is_complete = not self.unknown(probes())
+        visible = [character for character in probes() if is_visible(character)]
+        self.is_complete = self._keeps_all(visible) or not self.unknown(visible)
+
+    def _keeps_all(self, characters: list[str]) -> bool:
+        """Return whether a text of these characters, separated by spaces, still has all of them.
+
+        For most tokenizers it does, and one text takes a fifth of the time of as many texts as
+        characters. If a character is missing, it may have become another, such as its lower case.
+        """
+        ids = self.chat.tokenize_probe(" ".join(characters)).ids
+        return set(characters) <= set(self.chat.decode(ids))
 
     def unknown(self, text: Iterable[str]) -> list[str]:
         """Return the visible characters that by themselves become nothing, or lose some bytes.
