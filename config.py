@@ -9,6 +9,7 @@ projects to ours.
 
 import ctypes
 import os
+import pickle
 import re
 import signal
 import sys
@@ -70,17 +71,18 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
         base = read_defaults(CONFIGS / defaults)
         layers, problems = read_layers(arguments, default_keys(defaults, base.model_engine))
         engine = choose_engine([base, *layers])
-        known = merged_defaults(defaults, engine)
         known_keys = default_keys(defaults, engine)
         problems += key_problems(layers, known_keys)
         raise_all(problems)
-        config = OmegaConf.merge(known, *layers)
+        config = copy_of_defaults(defaults, engine)
+        config.merge_with(*layers)
         raise_all(paths.expand_braced(config))
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         raise InputError(omegaconf_problem(error)) from None
-    values = flatten(config) | left_open(layers)
-    raise_all(paths.expand(config) + value_problems(values, known_keys))
+    values = flatten(config)
+    problems = paths.expand(config, values)
+    raise_all(problems + value_problems(values | left_open(layers), known_keys))
     OmegaConf.set_readonly(config, True)
     return config
 
@@ -117,6 +119,17 @@ def engine_defaults(model_engine: str) -> DictConfig:
 def merged_defaults(defaults: str, model_engine: str) -> DictConfig:
     """Return a script's defaults, merged with an engine's. Do not change the result."""
     return OmegaConf.merge(read_defaults(CONFIGS / defaults), engine_defaults(model_engine))
+
+
+@cache
+def pickled_defaults(defaults: str, model_engine: str) -> bytes:
+    """Return merged_defaults(), pickled."""
+    return pickle.dumps(merged_defaults(defaults, model_engine))
+
+
+def copy_of_defaults(defaults: str, model_engine: str) -> DictConfig:
+    """Return a copy of merged_defaults(). To unpickle it is faster than a deep copy."""
+    return pickle.loads(pickled_defaults(defaults, model_engine))
 
 
 @cache

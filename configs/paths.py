@@ -25,7 +25,7 @@ def expand_braced(config: DictConfig) -> list[str]:
         name = match[1]
         return match[0] if name in config else f"${{oc.env:{name}}}"
 
-    for key, value in path_values(config):
+    for key, value in path_values(flatten(config)):
         expanded = apply(lambda text: BRACED_VARIABLE.sub(to_interpolation, text), value)
         names = BRACED_VARIABLE.findall(" ".join(texts_of(value)))
         missing = [name for name in names if name not in config and name not in os.environ]
@@ -36,10 +36,14 @@ def expand_braced(config: DictConfig) -> list[str]:
     return problems
 
 
-def expand(config: DictConfig) -> list[str]:
-    """Replace $NAME and ~ in the paths of a resolved configuration. Returns the problems."""
+def expand(config: DictConfig, values: dict) -> list[str]:
+    """Replace $NAME and ~ in the paths of a resolved configuration. Returns the problems.
+
+    Args:
+        values: the configuration, flattened. It is left as it is.
+    """
     problems = []
-    for key, value in path_values(config):
+    for key, value in path_values(values):
         problems_or_none = [path_problem(key, text) for text in texts_of(value)]
         own_problems = [problem for problem in problems_or_none if problem]
         expanded = apply(lambda text: os.path.expanduser(os.path.expandvars(text)), value)
@@ -65,9 +69,9 @@ def unset_problem(key: str, value, name: str) -> str:
     return f"{key}={value}: the environment variable {name} is not set"
 
 
-def path_values(config: DictConfig) -> list[tuple[str, str | list]]:
-    """Return the keys that hold paths, and their values, without resolving interpolations."""
-    return [(key, value) for key, value in flatten(config).items() if is_path(key)]
+def path_values(values: dict) -> list[tuple[str, str | list]]:
+    """Return the keys that hold paths, and their values."""
+    return [(key, value) for key, value in values.items() if is_path(key)]
 
 
 def texts_of(value) -> list[str]:

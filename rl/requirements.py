@@ -20,11 +20,12 @@ outcome". One of the functions must then read one of the inputs.
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from config import CONFIGS, InputError
+from config import CONFIGS, InputError, default_keys
 from configs.files import flatten, read_comments
 from rl.functions import FUNCTIONS, built_in_readers, inputs_read
 
@@ -115,8 +116,12 @@ def parse_first(text: str) -> tuple[Condition, str]:
     raise ValueError(f"no condition begins with {text!r}: rl/requirements.py lists the forms")
 
 
+@cache
 def read_requirements(path: Path) -> list[tuple[str, list[Condition]]]:
-    """Return (key or group, alternative conditions) for each requirement in a file's comments."""
+    """Return (key or group, alternative conditions) for each requirement in a file's comments.
+
+    Do not change the result.
+    """
     requirements = []
     for key, comment in read_comments(path).items():
         for text in REQUIREMENT.findall(comment):
@@ -126,10 +131,9 @@ def read_requirements(path: Path) -> list[tuple[str, list[Condition]]]:
 
 def check_keys_have_an_effect(config: DictConfig) -> None:
     """Raise InputError for a key that differs from its default although nothing reads it."""
-    path = CONFIGS / "ppo.yaml"
-    defaults = flatten(OmegaConf.load(path))
+    defaults = default_keys("ppo.yaml", config.model_engine)
     values = flatten(config)
-    for name, conditions in read_requirements(path):
+    for name, conditions in read_requirements(CONFIGS / "ppo.yaml"):
         if any(condition.holds(config) for condition in conditions):
             continue
         for key, value in values.items():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -44,9 +45,28 @@ def clean_environment():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A directory with a model, and with rows for training and for validation."""
+    folder = tmp_path_factory.mktemp("files")
+    tokenizer = make_tokenizer()
+    vocab_size = len(tokenizer)
+    tokenizer.add_tokens([NEW_TOKEN])
+    make_model(folder / "model", "qwen3", vocab_size=vocab_size, max_position_embeddings=256)
+    tokenizer.save_pretrained(folder / "model")
+    rows, _ = make_rows()
+    question = rows[0]["messages"][0]
+    answers = {"val": "1" * 300, "unknown": NEW_TOKEN}
+    for name, answer in answers.items():
+        row = {"messages": [question, {"role": "assistant", "content": answer}]}
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:9]))
+    return folder
+
+
 @pytest.fixture
-def settings(own_signals, tmp_path, monkeypatch):
-    """Settings for a run with a model and rows. What the run has started ends after the test."""
+def settings(own_signals, files, tmp_path, monkeypatch):
+    """Settings for a run with a copy of the files. What the run has started ends after the test."""
     heartbeats = []
     start = setup.start_heartbeat
 
@@ -55,22 +75,10 @@ def settings(own_signals, tmp_path, monkeypatch):
         return heartbeats[-1]
 
     monkeypatch.setattr(setup, "start_heartbeat", start_heartbeat)
-    tokenizer = make_tokenizer()
-    vocab_size = len(tokenizer)
-    tokenizer.add_tokens([NEW_TOKEN])
-    make_model(tmp_path / "model", "qwen3", vocab_size=vocab_size, max_position_embeddings=256)
-    tokenizer.save_pretrained(tmp_path / "model")
-    rows, _ = make_rows()
-    question = rows[0]["messages"][0]
-    answers = {"val": "1" * 300, "unknown": NEW_TOKEN}
-    for name, answer in answers.items():
-        row = {"messages": [question, {"role": "assistant", "content": answer}]}
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:9]))
-
-    files = [f"model.path={tmp_path}/model", f"data.train_files={tmp_path}/train.jsonl"]
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    inputs = [f"model.path={tmp_path}/model", f"data.train_files={tmp_path}/train.jsonl"]
     folders = [f"output_dir={tmp_path}/out", f"data.cache_dir={tmp_path}/cache"]
-    yield [*files, *folders, "data.train_batch_size=4", "trainer.total_epochs=3"]
+    yield [*inputs, *folders, "data.train_batch_size=4", "trainer.total_epochs=3"]
     for heartbeat in heartbeats:
         heartbeat.close()
     device.shutdown()

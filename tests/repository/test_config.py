@@ -668,6 +668,7 @@ def test_the_schema_of_the_yaml_files(script):
     ],
 )
 def test_an_error_is_one_line_a_node_and_exit_code_2(monkeypatch, capsys, rank, local_rank, said):
+    monkeypatch.setattr("config.SECONDS_TO_PRINT", 0.1)
     monkeypatch.setattr("sys.argv", ["train_sft.py", *NEEDED])
     for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
         if value is None:
