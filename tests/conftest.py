@@ -8,13 +8,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.support.launch import QuickGuard
-
-# Other jobs of the machine may slow down any example, or making it.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
 
 
 class ShowFailures:
