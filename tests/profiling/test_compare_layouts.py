@@ -259,6 +259,32 @@ def outputs_of_head(folder, sizes, other_sizes=(), **place):
     return layouts.gather([rank], [RankOutputs(1, 0, records)], translated=False)
 
 
+def dump_of_head(folder, sizes) -> RankDump:
+    """Return the dump of a rank whose head is called with these numbers of tokens."""
+    model = torch.nn.Module()
+    model.head = torch.nn.ReLU()
+    engine = SimpleNamespace(
+        modules=lambda: [model], coordinates=lambda: {"first_layers": [0]}, padding=lambda: None
+    )
+    recorder = OutputRecorder(engine)
+    recorder.start()
+    for size in sizes:
+        model.head(torch.ones(size))
+    recorder.stop()
+    folder.mkdir()
+    recorder.write(folder / FILE)
+    return RankDump(folder, coordinates(1))
+
+
+@pytest.mark.parametrize("sizes, are_same", [([3, 4], True), ([4, 3], False), ([3], False)])
+def test_a_rank_calls_its_head_for_the_same_micro_batches_in_the_same_order(
+    tmp_path, sizes, are_same
+):
+    first = dump_of_head(tmp_path / "a", [3, 4])
+    second = dump_of_head(tmp_path / "b", sizes)
+    assert layouts.have_same_calls(first, second) == are_same
+
+
 @pytest.mark.parametrize(
     "sizes, other_sizes, engine, cp_sizes, are_same",
     [
