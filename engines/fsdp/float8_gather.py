@@ -2,8 +2,8 @@
 
 Without it, FSDP2 gathers a weight in the compute dtype, and every rank rounds all of it in every
 pass. Here, each rank rounds its own part, with the scale of the whole weight, and the ranks gather
-the rounded parts: half of the bytes to send, and half of the memory for gathered weights. The
-numbers are those that rounding after gathering gives.
+the rounded parts, which have half of the bytes. The numbers are those that rounding after gathering
+gives.
 
 FSDP2 leaves it to a tensor how it is gathered, if the tensor has two methods: fsdp_pre_all_gather()
 and fsdp_post_all_gather(). torchao has a class of tensors with them. Here, a rank's part of a
