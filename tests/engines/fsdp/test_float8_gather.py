@@ -1,10 +1,14 @@
 """engine.float8_all_gather: weights that ranks gather in FP8."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from config import InputError, load
 from engines.fsdp import sharded_memory, sharding
@@ -87,6 +91,87 @@ def test_gathering_in_fp8_changes_nothing(results, name):
     assert in_fp8["metrics"] == plain["metrics"]
     assert in_fp8["answers"] == plain["answers"]
     assert in_fp8["weights"] == plain["weights"]
+
+
+# -- one rank --------------------------------------------------------------------------------------
+
+
+def sharded_layer(in_fp8: bool) -> nn.Sequential:
+    """Return a layer in FP8 that FSDP2 gathers for a single rank."""
+    make_importable()
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    from engines.fsdp.float8_gather import use_gather
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48))
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True, pad_inner_dim=True))
+    fully_shard(
+        model,
+        mesh=init_device_mesh("cpu", (1,), mesh_dim_names=(sharding.SHARD,)),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
+    if in_fp8:
+        use_gather(model, torch.bfloat16, is_compiled=False)
+    return model
+
+
+def gradients(model: nn.Sequential) -> list[Tensor]:
+    """Return the output, and the gradients of the input, the weight and the bias."""
+    torch.manual_seed(1)
+    x = torch.randn(40, 64, dtype=torch.bfloat16).requires_grad_()
+    output = model(x)
+    output.backward(torch.randn_like(output))
+    parameters = [sharding.full_tensor(p.grad) for p in model.parameters()]
+    model.zero_grad()
+    return [output.detach(), x.grad, *parameters]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_layer_computes_the_same_with_its_weight_gathered_in_fp8():
+    plain = sharded_layer(in_fp8=False)
+    model = sharded_layer(in_fp8=True)
+    from engines.fsdp.float8_gather import scaled_once
+
+    expected = gradients(plain)
+    for scaling in (nullcontext(), scaled_once(model), scaled_once(model)):
+        with scaling:
+            actual = gradients(model)
+        assert len(actual) == len(expected) == 4
+        for value, expected_value in zip(actual, expected):
+            assert torch.equal(value, expected_value)
+    for trained in (plain, model):
+        with torch.no_grad():
+            trained[0].weight.mul_(-3)
+    with scaled_once(model):
+        assert torch.equal(gradients(model)[0], gradients(plain)[0])
+
+
+@pytest.mark.usefixtures("process_group")
+def test_scales_are_kept_for_one_batch():
+    model = sharded_layer(in_fp8=True)
+    from engines.fsdp.float8_gather import scaled_once
+
+    largest = sharding.full_tensor(model[0].weight.detach()).bfloat16().abs().max()
+    with pytest.raises(KeyError), scaled_once(model):
+        assert model[0].scale.item() == pytest.approx(448 / largest.item(), rel=1e-6)
+        raise KeyError
+    assert model[0].scale is None
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_rounded_weight_serves_a_check_without_fp8():
+    """It multiplies in the compute dtype by the numbers that FP8 leaves."""
+    model = sharded_layer(in_fp8=True)
+    x = torch.randn(40, 64, dtype=torch.bfloat16)
+    weight = sharding.full_tensor(model[0].weight.detach()).bfloat16()
+    scale = 448 / weight.abs().max().double()
+    rounded = (weight.float() * scale.float()).to(torch.float8_e4m3fn).float() / scale.float()
+    bias = sharding.full_tensor(model[0].bias.detach()).bfloat16()
+    with float8.disabled([model]):
+        output = model(x)
+    torch.testing.assert_close(output, F.linear(x, rounded.bfloat16(), bias))
+    assert float8.is_float8(model[0])
 
 
 # -- checks and estimates --------------------------------------------------------------------------
