@@ -156,12 +156,12 @@ class ShardedMuon(KeepsDtypes, torch.optim.Muon):
             self._apply(parameter, own_part.to(parameter.device), group)
 
     def _update(self, parameter: Tensor, group: dict) -> Tensor:
-        """Return the gradient with momentum, before it is orthogonalized."""
+        """Return a new tensor: the gradient with momentum, before it is orthogonalized."""
         momentum = group["momentum"]
         buffer = self.state[parameter]["momentum_buffer"]
         gradient = parameter.grad.to(buffer.dtype)
         buffer.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+        return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer.clone()
 
     def _apply(self, parameter: Tensor, update: Tensor, group: dict) -> None:
         """Decay a parameter's own part and add its part of the orthogonalized update, fp32."""

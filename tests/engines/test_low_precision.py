@@ -414,6 +414,35 @@ def test_muon_is_rounded_the_same_on_any_number_of_ranks(tmp_path, shape):
             assert torch.equal(weight, expected)
 
 
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_muon_keeps_its_momentum_from_step_to_step(nesterov, is_sharded):
+    """On one rank, where a gathered matrix may be the rank's own memory."""
+    start, gradients = start_and_gradients(5)
+    settings = dict(lr=1e-2, weight_decay=0.1, nesterov=nesterov, adjust_lr_fn="match_rms_adamw")
+
+    def parameter_of(values: Tensor) -> torch.nn.Parameter:
+        if is_sharded:
+            values = distribute_tensor(values, init_device_mesh("cpu", (1,)), [Shard(0)])
+        return torch.nn.Parameter(values)
+
+    expected = torch.nn.Parameter(start.clone())
+    actual = parameter_of(start.clone())
+    reference = torch.optim.Muon([expected], **settings)
+    own = ShardedMuon([{"params": [actual]}], NEAREST, **settings)
+    for gradient in gradients:
+        expected.grad = gradient.clone()
+        actual.grad = parameter_of(gradient.clone()).detach()
+        reference.step()
+        own.step()
+    values = actual.full_tensor() if is_sharded else actual
+    torch.testing.assert_close(values.detach(), expected.detach(), rtol=0, atol=1e-6)
+    buffer = own.state[actual]["momentum_buffer"]
+    buffer = buffer.full_tensor() if is_sharded else buffer
+    torch.testing.assert_close(buffer, reference.state[expected]["momentum_buffer"])
+
+
 def test_muon_keeps_small_updates():
     def moved(dtype: torch.dtype, storage: Storage) -> Tensor:
         start, gradients = start_and_gradients(30)
