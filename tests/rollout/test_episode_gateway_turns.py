@@ -11,7 +11,6 @@ import pytest
 from rollout.episodes.gateway import Gateway
 from rollout.episodes.link import TrainerLink
 from rollout.episodes.replies import Sampled
-from tests.data.chat_templates import CONTROL, QWEN2, make_tokenizer
 from tests.rollout.episode_gateway import (
     CHAT,
     GENERATE,
@@ -19,20 +18,9 @@ from tests.rollout.episode_gateway import (
     SAMPLING,
     TOOL,
     gateway_settings,
-    save_tokenizer,
 )
 
 SECONDS = 20
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("model"), QWEN2, "<|im_end|>")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer(QWEN2, control=CONTROL)
 
 
 @pytest.fixture(scope="module")
