@@ -15,9 +15,8 @@ class Handler(BaseHTTPRequestHandler):
     """Answers a chat with the script in the first line of the chat, or else with an echo.
 
     A script is JSON, see script(): a list of turns, of which the number of replies so far chooses
-    one. A turn may be
-    {"tool_calls": [[name, arguments], ...]}, {"content", "reasoning"}, {"status", "error"} or
-    {"sleep": seconds}.
+    one. A turn may be {"tool_calls": [[name, arguments], ...]}, {"content", "reasoning"},
+    {"status", "error"} or {"sleep": seconds}.
     """
 
     protocol_version = "HTTP/1.1"
@@ -105,9 +104,11 @@ def scripted_server() -> Iterator[ScriptedServer]:
     with ScriptedServer() as server:
         thread = threading.Thread(target=server.serve_forever, args=(POLL_SECONDS,))
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def script(*turns: dict) -> str:
