@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from config import load
 from rollout.episodes.director import Cast, Director
+from rollout.episodes.jobs import Limit
 from rollout.episodes.runner import EpisodeRunner
 from rollout.grading.results import Reward
 from tests.rollout.episode_gateway import SAMPLING
@@ -20,12 +21,15 @@ LIMITS = {"max_turns": 3, "max_episode_tokens": 70}
 AGENT = """
 import asyncio
 from pathlib import Path
+from rollout.episodes.client import EpisodeLimit
 
 async def play(row, llm):
     while row.get("file") and not Path(row["file"]).exists():
         await asyncio.sleep(0.005)
     if row.get("fails"):
         raise ValueError
+    if row.get("is_limited"):
+        raise EpisodeLimit("max_turns")
     return row["value"]
 """
 TRAINING = OmegaConf.create(SAMPLING | {"stop": ["x"]})
@@ -33,26 +37,40 @@ VALIDATION = OmegaConf.create(SAMPLING | {"temperature": 0.5, "max_tokens": 9})
 
 
 @pytest.fixture
-def director(tmp_path, monkeypatch):
-    """A director whose worker plays one episode at a time."""
+def make(tmp_path, monkeypatch):
+    """Return a function that makes a director, whose workers play one episode at a time."""
     (tmp_path / "agent.py").write_text(AGENT)
-    config = load(
-        "ppo.yaml",
-        [
-            "model.path=unused",
-            "data.train_files=unused",
-            f"output_dir={tmp_path}",
-            f"rollout.episode={tmp_path}/agent.py:play",
-            "rollout.episode_workers=1",
-            "rollout.max_concurrent_episodes=1",
-        ],
-    )
-    server = start_gateway(tmp_path, monkeypatch)
-    director = Director(server, EpisodeRunner(config), LIMITS)
-    yield director
-    director.close()
-    assert server.process.poll() is not None
-    assert director.runner.idle == []
+    made = []
+
+    def make(num_workers: int) -> Director:
+        config = load(
+            "ppo.yaml",
+            [
+                "model.path=unused",
+                "data.train_files=unused",
+                f"output_dir={tmp_path}",
+                f"rollout.episode={tmp_path}/agent.py:play",
+                f"rollout.episode_workers={num_workers}",
+                f"rollout.max_concurrent_episodes={num_workers}",
+                "rollout.limit_score=-0.5",
+            ],
+        )
+        server = start_gateway(tmp_path, monkeypatch)
+        made.append(Director(server, EpisodeRunner(config), LIMITS))
+        return made[-1]
+
+    yield make
+    for director in made:
+        threads = [*director.runner._threads]
+        director.close()
+        assert director.server.process.poll() is not None
+        assert director.runner.idle == []
+        assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.fixture
+def director(make):
+    return make(num_workers=1)
 
 
 def receive_until(director: Director, cast: Cast, condition) -> list[dict]:
@@ -191,3 +209,46 @@ def test_no_episodes_of_a_draw_begin_after_too_many_failures(director):
         "NoneType",
     ]
     assert [message["index"] for message in messages if "attempt" in message] == [0, 1, 2]
+
+
+def test_all_workers_play_the_episodes_of_a_stream(make, tmp_path):
+    """Each of the two episodes waits until the other one has begun."""
+    director = make(num_workers=2)
+    file = tmp_path / "go on"
+    cast = director.open(TRAINING)
+    for number in range(2):
+        director.add(cast, number, {"value": 1.0, "file": str(file)})
+    begun = []
+    while len(begun) < 2:
+        begun += receive_until(director, cast, lambda m: "begun" in m)
+        begun = [message for message in begun if "begun" in message]
+    file.touch()
+    results = {}
+    while len(results) < 2:
+        results |= results_in(receive_until(director, cast, lambda m: "ended" in m))
+    assert results == {0: Reward(1.0, {}), 1: Reward(1.0, {})}
+
+
+def test_a_stream_plays_after_the_runner_was_closed(director):
+    """Its clock runs. A limit has the score of the settings."""
+    director.runner.close()
+    director.runner.clock.stop()
+    cast = director.open(TRAINING)
+    before = director.runner.clock()
+    director.add(cast, 0, {"is_limited": True})
+    messages = receive_until(director, cast, lambda m: "ended" in m)
+    assert results_in(messages) == {0: Limit("max_turns", -0.5)}
+    assert director.runner.clock() > before
+
+
+def test_a_worker_that_cannot_start_again_is_an_error_of_the_draw(director, tmp_path):
+    """Otherwise the draw would never end."""
+    cast = director.open(TRAINING)
+    for number in range(2):
+        director.add(cast, number, {"value": 1.0, "file": "nowhere"})
+    receive_until(director, cast, lambda m: "begun" in m)
+    (tmp_path / "agent.py").write_text("import nothing_of_this_name")
+    (worker,) = director.runner._busy
+    worker.interrupt()
+    with pytest.raises(RuntimeError, match="cannot start a new process"):
+        receive_until(director, cast, is_last)

@@ -12,9 +12,10 @@ import pytest
 
 from config import InputError, load
 from rollout.episodes.jobs import Limit
-from rollout.episodes.runner import EpisodeRunner
+from rollout.episodes.runner import EpisodeRunner, episode_environment
 from rollout.grading.grader import Reward
 from rollout.grading.notes import Note
+from rollout.grading.process import Ending, WorkerProcess
 from tests.data.chat_templates import CONTROL, QWEN2, make_tokenizer
 from tests.rollout.episode_gateway import SAMPLING, GatewayProcess, save_tokenizer
 from tests.rollout.scripted_server import script, scripted_server
@@ -383,11 +384,35 @@ def test_episodes_beside_one_that_ends_its_worker_are_repeated(
     assert len(set(keys)) == len(keys) == 7
 
 
+def ask_for_culprits(runner: EpisodeRunner, worker: WorkerProcess) -> None:
+    """Assert that an episode which has blocked others for long is not repeated."""
+    allowed = runner.seconds_per_call
+    assert allowed > SLACK, "the worker has time to cancel an episode"
+    now = time.monotonic()
+    for kind, seconds, expected in (
+        ("timed out", 0.6 * allowed, [1]),
+        ("timed out", 0.4 * allowed, None),
+        ("died", 0.6 * allowed, None),
+    ):
+        worker.ending = Ending(kind, "the end")
+        worker.last_note = Note(2, since=now - seconds)
+        culprit = runner.find_culprit([[0], [1], [2]], worker)
+        if expected is None:
+            assert culprit is None
+        else:
+            assert culprit[0] == expected
+            assert culprit[1].startswith(f"blocked its process for {seconds:.0f} s")
+    assert runner.find_culprit([[1]], worker) == ([1], "the end"), "it was alone"
+
+
 def test_the_episode_whose_code_ran_last_is_repeated_alone(make, file):
     """If none is known, each half is repeated. (A worker's note names a call by its number + 1.)"""
     calls = [[0], [1], [2]]
-    with closing(make(f"{file}:solve")) as runner:
+    settings = ["rollout.max_concurrent_episodes=3"]
+    with closing(make(f"{file}:solve", *settings, workers=2)) as runner:
+        assert runner.concurrency == 2
         worker = runner.idle[0]
+        ask_for_culprits(runner, worker)
         groups = {}
         for number in (2, 0, 9):
             worker.last_note = Note(number)
@@ -485,6 +510,14 @@ def test_secrets_reach_an_episode_only_if_reward_env_names_them(make, file, serv
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(InputError, match="reward.env names JUDGE_KEY, which is not set"):
         make(f"{file}:environment", "reward.env=[JUDGE_KEY]")
+
+
+def test_requests_to_the_gateway_avoid_any_proxy(monkeypatch):
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    environment = episode_environment([])
+    assert environment["no_proxy"] == "example.org,127.0.0.1,localhost"
+    assert environment["NO_PROXY"] == "127.0.0.1,localhost"
 
 
 def test_a_worker_has_a_memory_limit(make, file, server):
@@ -765,18 +798,20 @@ def test_a_class_plays_until_the_model_calls_no_tool(make, environments, server)
 
 
 def test_a_row_s_template_arguments_reach_the_model_of_a_class(make, environments, server):
+    turns = script({"tool_calls": [["unknown", "{}"]]}, {"content": "done"})
     rows = [
         conversation("a", enable_thinking=False),
         conversation("b", chat_template_kwargs={"style": "short", "unset": None}),
-        conversation("c"),
+        conversation(turns),
     ]
     with closing(make(f"{environments}:Counter")) as runner:
         play(runner, server, rows)
+        assert runner.tool_errors == [0, 0, 1]
     sent = {
         request.body["messages"][0]["content"]: request.body.get("chat_template_kwargs")
         for request in server.requests
     }
-    assert sent == {"a": {"enable_thinking": False}, "b": {"style": "short"}, "c": None}
+    assert sent == {"a": {"enable_thinking": False}, "b": {"style": "short"}, turns: None}
 
 
 def test_tools_of_rows_that_a_class_does_not_use_are_reported(make, environments):
