@@ -17,12 +17,11 @@ from rollout.episodes.drawing import EpisodeSampler
 from rollout.episodes.jobs import EndedEpisode
 from rollout.episodes.stepping import EpisodeLoop
 from rollout.grading.clock import StoppableClock
-from rollout.grading.pool import WorkerPool
-from rollout.grading.results import Reward
 from rollout.partial.drawing import StepCounts
 from rollout.partial.episodes import PartialEpisodes, SavedGroup, read_episodes
 from rollout.partial.groups import Counters, OpenGroups, to_bytes
 from rollout.partial.ledger import Ledger
+from tests.rollout.one_turn_director import OneTurnDirector, Runner
 from tests.rollout.seeded_rollout import SeededRollout
 from tests.rollout.test_drawing import HandmadePrompts
 from tests.rollout.test_episode_stepping import make_loop
@@ -122,65 +121,6 @@ def test_a_checkpoint_of_responses_has_no_episodes():
 
 
 # -- draws -----------------------------------------------------------------------------------------
-
-# The tokens that the model samples in each episode, by its row.
-LENGTHS = [2, 9, 3, 2]
-
-
-class Runner(WorkerPool):
-    """Worker processes that the test plays itself."""
-
-    def __init__(self, clock: StoppableClock):
-        self.clock = clock
-        self.parts = None
-
-
-class OneTurnDirector:
-    """Plays episodes of one turn, whose reward is the number of their row.
-
-    Attributes:
-        added: number of an episode -> the row's number.
-        is_running: whether the clock has run at all calls of receive().
-    """
-
-    def __init__(self, clock: StoppableClock):
-        self.server = self
-        self.clock = clock
-        self.cast = object()
-        self.added: dict[int, int] = {}
-        self.given_up: list[int] = []
-        self.messages: list[dict] = []
-        self.is_running = True
-
-    def open(self, sampling):
-        return self.cast
-
-    def add(self, cast, number: int, row: dict) -> None:
-        assert cast is self.cast
-        row_number = row["number"]
-        self.added[number] = row_number
-        key = f"key {number}"
-        request = {"prompt_ids": [1], "max_tokens": LENGTHS[row_number], "stop": []}
-        attempt = {"attempt": key, "index": number}
-        self.messages += [attempt, {"id": number, "episode": key, **request}]
-
-    def send(self, answer: dict) -> None:
-        number = answer["id"]
-        result = Reward(float(self.added[number]), {})
-        self.messages.append({"ended": [EndedEpisode(number, result, 0)], "is_over": False})
-
-    def receive(self, cast, seconds: float) -> list[dict]:
-        assert cast is self.cast
-        before = self.clock()
-        time.sleep(0.001)
-        self.is_running &= self.clock() > before
-        messages = self.messages
-        self.messages = []
-        return messages
-
-    def give_up(self, cast, number: int) -> None:
-        assert cast is self.cast
-        self.given_up.append(number)
 
 
 @pytest.fixture
