@@ -222,7 +222,8 @@ def test_a_reply_is_continued_by_its_tokens_however_they_spell_it(model_path, to
 
     async def scenario(player):
         player.begin("key", "other")
-        turn = player.post(CHAT, "key", {"messages": HELLO})
+        messages = [{"role": "system", "content": "the cat"}, *HELLO]
+        turn = player.post(CHAT, "key", {"messages": messages})
         request = await player.receive()
         letters = [i for letter in "there" for i in tokenizer.encode(letter)]
         sampled = [*letters, *tokenizer.encode("<|im_end|>")]
@@ -230,7 +231,7 @@ def test_a_reply_is_continued_by_its_tokens_however_they_spell_it(model_path, to
         (choice,) = (await turn).json()["choices"]
         await player.receive()
         question = {"role": "user", "content": "question"}
-        history = [*HELLO, choice["message"], question]
+        history = [*messages, choice["message"], question]
         recorded = request["prompt_ids"] + sampled
         for key, is_continued in (("other", False), ("key", True)):
             player.post(CHAT, key, {"messages": history})
