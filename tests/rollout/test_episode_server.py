@@ -83,6 +83,19 @@ def test_a_message_that_the_gateway_does_not_read_yet_is_sent_later(start):
     assert not server._unsent
 
 
+def test_a_long_message_is_sent_while_its_answer_is_awaited(start):
+    """The gateway cannot answer before it has the whole message."""
+    server = start()
+    server.send({"end": ["k" * 2**22], "number": 1})
+    assert server._unsent
+    start_time = time.monotonic()
+    messages = []
+    while not messages:
+        messages = server.receive(SECONDS / 4)
+        assert time.monotonic() - start_time < SECONDS / 4
+    assert messages[0]["ended"] == 1
+
+
 def test_the_end_of_the_gateway_is_an_error_of_the_next_receive(start):
     server = start()
     server.send({"exit": 3})
