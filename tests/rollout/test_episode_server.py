@@ -49,8 +49,15 @@ def test_a_gateway_is_a_session_with_the_modules_of_this_repository_first(start,
     assert message["environment"]["CUDA_VISIBLE_DEVICES"] == ""
     assert message["session"] == server.process.pid
     assert message["arguments"][:3] == ["-P", "-m", "rollout.episodes.gateway"]
+
+
+def test_a_gateway_that_is_busy_is_ended(start):
+    server = start()
+    server.send({"sleep": SECONDS})
+    start_time = time.monotonic()
     server.close()
     assert server.process.poll() is not None
+    assert time.monotonic() - start_time < SECONDS / 2
 
 
 def test_a_gateway_that_does_not_start_is_an_error(start, tmp_path, monkeypatch):
