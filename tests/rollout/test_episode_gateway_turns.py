@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import httpx
@@ -180,6 +180,48 @@ def test_the_end_of_an_episode_fails_its_requests_alone(model_path):
         player.answer(other_request, [7])
         assert (await other_turn).status_code == 200
         assert [*player.gateway.episodes] == ["other"]
+
+    play(model_path, scenario)
+
+
+def test_nothing_about_an_episode_follows_its_end(model_path, tokenizer):
+    """The trainer does not know its key any more.
+
+    One of its turns was answered just before the end, and the bodies of two requests arrive after.
+    """
+
+    async def scenario(player):
+        player.begin("key")
+        await player.play_turn("key", 1)
+        has_ended = asyncio.Event()
+
+        async def sent_after_the_end(body: dict) -> AsyncIterator[bytes]:
+            await has_ended.wait()
+            yield json.dumps(body).encode()
+
+        headers = {"Authorization": "Bearer key"}
+        late = [
+            asyncio.create_task(
+                player.client.post(path, content=sent_after_the_end(body), headers=headers)
+            )
+            for path, body in (
+                ("/v1/rewards", {"reward": 1.5}),
+                (GENERATE, {"token_ids": [5] * 2000}),
+            )
+        ]
+        turn = player.post(CHAT, "key", {"messages": HELLO})
+        request = await player.receive()
+        assert await num_requests(player) == 2
+        player.answer(request, tokenizer.encode("there<|im_end|>"))
+        player.gateway.handle({"end": ["key"], "number": 7})
+        has_ended.set()
+        for response in await asyncio.gather(turn, *late):
+            assert response.status_code == 410
+            assert response.json()["error"]["type"] == "episode_is_over"
+        assert await player.receive() == {"ended": 7}
+        player.begin("other")
+        player.generate("other")
+        assert (await player.receive())["episode"] == "other"
 
     play(model_path, scenario)
 
