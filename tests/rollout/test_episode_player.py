@@ -20,7 +20,7 @@ SECONDS = 30  # longer than any test takes
 # -- functions -------------------------------------------------------------------------------------
 
 AGENT = """
-import asyncio, sys
+import asyncio, sys, time
 from rollout.episodes.client import EpisodeLimit
 from rollout.grading.notes import Note
 
@@ -32,6 +32,10 @@ async def solve(row, llm):
         sys.exit(3)
     if behave == "hang":
         await asyncio.sleep(600)
+    if behave == "poll":
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            await asyncio.sleep(0)
     if behave == "limit":
         raise EpisodeLimit("max_turns")
     return row["value"]
@@ -113,6 +117,7 @@ def test_an_episode_that_is_late_is_told_where_it_waited(make):
     assert answer["kind"] == "timed out"
     assert answer["trace"].endswith("took more than 0.05 s")
     assert "await asyncio.sleep(600)" in answer["trace"]
+    assert answer_of(player, request(behave="poll", value=1.0))["kind"] == "timed out"
     assert answer_of(player, request(value=1.0))["score"] == 1.0
 
 

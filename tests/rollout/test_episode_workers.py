@@ -595,7 +595,10 @@ def test_a_module_of_the_working_directory_and_its_neighbours(make, server, tmp_
     """Modules of the user take precedence over ours, and any parameter may be taken."""
     package = tmp_path / "games"
     package.mkdir()
-    (package / "chess.py").write_text("import data, common.moves\n" + FILE)
+    (package / "chess.py").write_text("import data, common.moves, rewards\nrewards.MINE\n" + FILE)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/rewards.py").write_text("MINE = 1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"))
     (tmp_path / "data.py").write_text("")
     (tmp_path / "common").mkdir()
     (tmp_path / "common/__init__.py").write_text("")
