@@ -35,6 +35,7 @@ class OneTurnDirector:
         self.cast = object()
         self.draw: tuple = ()
         self.num_missing = 0
+        self.num_calls = 0
         self.added: dict[int, int] = {}
         self.given_up: list[int] = []
         self.messages: list[dict] = []
@@ -69,6 +70,8 @@ class OneTurnDirector:
 
     def receive(self, cast, seconds: float) -> list[dict]:
         assert cast is self.cast
+        self.num_calls += 1
+        assert self.num_calls < 1000, "the draw does not end"
         before = self.clock()
         time.sleep(0.001)
         self.is_running &= self.clock() > before

@@ -119,10 +119,11 @@ def test_the_time_in_which_vllm_has_no_request_is_idle():
 def test_interruptions_change_no_token(is_closed):
     """Turns continue in later draws, in which weights of other versions draw their tokens.
 
-    A third request waits until there is room. Without an interruption, its tokens are the same.
+    Another one begins beside them. Without an interruption, the tokens are the same.
     """
     requests = [ask("a", 1, 6), ask("b", 2, 6, [9]), ask("b", 3, 6, [7]), ask("b", 4, 3, [8])]
-    whole = Gateway(ATTEMPTS, requests, *[[]] * 8, [ended(0, 1)])
+    new = ask("a", 5, 2, [6])
+    whole = Gateway(ATTEMPTS, [*requests, new], *[[]] * 8, [ended(0, 1)])
     make_loop(SeededRollout(), whole).run()
 
     rollout = SeededRollout(is_closed)
@@ -138,13 +139,15 @@ def test_interruptions_change_no_token(is_closed):
     assert [answer["id"] for answer in gateway.answers] == [4]
     assert loop.playing[0].episode.oldest_version == 3
     gateway.waits.clear()
-    loop.run(lambda: len(gateway.answers) == 4, 7)
+    gateway.batches.append([new])
+    loop.run(lambda: len(gateway.answers) == 5, 7)
     assert gateway.waits == [BUSY] * 3, "they continue at once"
     assert rollout.batches == [is_closed] * 8
     order = {answer["id"]: answer for answer in whole.answers}
     assert {answer["id"]: answer for answer in gateway.answers} == order
-    (branch,) = loop.playing[0].episode.branches
-    assert branch.versions == [3, 3, 6, 7, 7, 7]
+    first, second = loop.playing[0].episode.branches
+    assert first.versions == [3, 3, 6, 7, 7, 7]
+    assert second.versions == [7, 7]
 
 
 def test_a_stop_string_may_have_begun_in_an_earlier_draw():

@@ -293,10 +293,11 @@ def test_draws_of_a_step_share_the_failures_that_are_permitted(one_rank):
     assert request.max_failures == 0.25 * 4
     assert (sampler.counts.graded, sampler.counts.failed) == (4, 1)
 
-    sampler.continuing = HandmadeContinuing([1, 2, 1, 1], {0: "stop", 1: "length"})
+    reasons = {0: "stop", 1: "length", 2: "stop", 3: "stop"}
+    sampler.continuing = HandmadeContinuing([1, 2, 1, 1], reasons)
     request, _ = sampler.draw(2, 8, 42, Profiler())
     assert sampler.continuing.asked["num_drawn"] == [0, 0, 0, 0], "two groups, one in advance"
-    assert (request.rows, request.first_group) == ([0], 42)
+    assert (request.rows, request.first_group) == ([0], 42), "the other one is not needed yet"
     assert request.max_failures == 0.25 * (4 + 2) - 1
     assert (sampler.counts.graded, sampler.counts.failed) == (6, 2)
     assert graded[1][2].truncated.tolist() == [False, True]

@@ -182,6 +182,8 @@ def test_an_interruption_changes_no_token_of_an_episode(drawing):
     """Its seed is that of the run, the batch, the row and the number among the row's episodes."""
     drawing.draw(2, 0, 40, Profiler())
     _, samples = drawing.draw(2, 1, 42, Profiler())
+    # In the second draw of the step, row 1 has five tokens left, and rows 3 and 0 are new.
+    assert drawing.counts.tokens == 2 * (2 + 3 + 4) + 2 * (5 + 2 + 2)
     first, second, *_ = samples.batch.input_ids.split(samples.batch.lengths)
     director = OneTurnDirector(drawing.sampler.runner.clock)
     whole = EpisodeLoop(
