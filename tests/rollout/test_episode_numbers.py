@@ -171,6 +171,26 @@ def test_all_ranks_know_the_samples_and_one_rank_the_tokens(tmp_path):
             assert text == tokenizer.decode(sequence[3:])
 
 
+def test_a_limit_with_a_score_is_a_reward_and_an_episode_without_tokens_is_none():
+    """A score of 0 is a score, too. A turn that was aborted has no tokens."""
+    runner = Runner()
+    runner.parts = ["right"]
+    sampler = EpisodeSampler(None, runner, None, None, None, None, 0.0)
+    prompt = Prompt(PROMPT, "", {"row": 4})
+    played = play(2)
+    for score in (0.0, -1.0):
+        judged = sampler.judge(Limit("max_turns", score), played, prompt)
+        assert judged == Reward(score, {"right": 0.0})
+    for result in (Limit("max_turns", None), Failure("raised", "", {}, ""), Reward(1.0, {}), None):
+        assert sampler.judge(result, played, prompt) is result
+    aborted = play()
+    aborted.episode.drop(aborted.episode.begin(PROMPT, seed=0))
+    assert aborted.episode.num_turns == 1
+    for result in (Reward(1.0, {}), Limit("max_turns", 0.0)):
+        judged = sampler.judge(result, aborted, prompt)
+        assert (judged.kind, judged.row) == ("no turns", {"row": 4})
+
+
 SEED = (7, 1)
 ROW_NUMBERS = [3, 1, 3]
 
