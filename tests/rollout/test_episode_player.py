@@ -424,14 +424,34 @@ def test_a_class_without_tools_and_columns():
 
 def test_an_episode_that_is_cancelled_during_a_tool_has_no_tool_error():
     """Its time is over."""
+
+    class Slow(Tools):
+        is_waiting = False
+
+        async def wait(self, seconds: float):
+            """Wait.
+
+            Args:
+                seconds: How long.
+            """
+            type(self).is_waiting = True
+            await asyncio.sleep(seconds)
+
     counts = Counter(tool_errors=0)
     content = script({"tool_calls": [["wait", '{"seconds": 600}']]})
     messages = [{"role": "user", "content": content}]
     request = {"row": {"start": 0.0}, "messages": messages, "template_kwargs": {}}
+
+    async def play_and_cancel(llm: LLM) -> None:
+        playing = asyncio.create_task(EnvironmentPlayer(Slow).play(request, llm, counts))
+        while not Slow.is_waiting:
+            await asyncio.sleep(0.005)
+        playing.cancel()
+        await playing
+
     with scripted_server() as server:
-        episode = EnvironmentPlayer(Tools).play(request, LLM(server.url, server.new_key(0)), counts)
-        with pytest.raises(TimeoutError):
-            asyncio.run(asyncio.wait_for(episode, 0.2))
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(play_and_cancel(LLM(server.url, server.new_key(0))))
         assert len(server.requests) == 1
     assert counts == {"tool_errors": 0}
 
