@@ -652,9 +652,11 @@ def test_tool_calls_are_read_if_the_model_may_call(model_path, tokenizer):
             calls = answered["message"].get("tool_calls") or []
             assert len(calls) == counts[0]
             assert answered["finish_reason"] == ("tool_calls" if calls else "stop")
-        malformed = {"messages": HELLO, "tools": [{"type": "function", "function": {"name": 3}}]}
-        response = await player.post(CHAT, "key", malformed)
-        assert response.status_code == 400
-        assert await num_requests(player) == 3, "it is rejected before the turn"
+        for function in ({"name": 3}, {"name": "add", "parameters": 3}):
+            tools = [{"type": "function", "function": function}]
+            response = await player.post(CHAT, "key", {"messages": HELLO, "tools": tools})
+            assert response.status_code == 400
+            assert response.json()["error"]["type"] == "invalid_request_error"
+        assert await num_requests(player) == 3, "they are rejected before the turn"
 
     play(model_path, scenario, tool_parser="hermes")
