@@ -243,7 +243,7 @@ class Gateway:
         reward = read_reward(await read_body(request))
         if not episode.num_ended:
             raise RequestError("no turn has ended yet, so there is nothing to reward")
-        self.link.send({"episode": episode.key, "reward": reward})
+        self.tell(episode, {"reward": reward})
         return {}
 
     async def generate(self, request: Request, episode: Episode) -> dict:
@@ -283,14 +283,28 @@ class Gateway:
 
     def report(self, episode: Episode, fields: ChatRequest, reply: Reply) -> None:
         """Send the conversation to the trainer, for the records."""
-        self.link.send(
+        self.tell(
+            episode,
             {
-                "episode": episode.key,
                 "messages": [*fields.messages, reply.message],
                 "tool_calls": reply.num_tool_calls,
                 "tool_errors": reply.num_tool_errors,
-            }
+            },
         )
+
+    def tell(self, episode: Episode, message: dict) -> None:
+        """Send a message about an episode to the trainer, unless it has forgotten the episode.
+
+        Raises:
+            RequestError: the episode is over.
+        """
+        self.check_is_played(episode)
+        self.link.send({"episode": episode.key, **message})
+
+    def check_is_played(self, episode: Episode) -> None:
+        """Raise RequestError if an episode has ended since its request arrived."""
+        if self.episodes.get(episode.key) is not episode:
+            raise episode_is_over()
 
     def text_of(self, sampled: Sampled, stop: list[str]) -> str:
         """Return the text of a reply without its end token or stop string."""
@@ -364,8 +378,7 @@ class Gateway:
             await episode.turn_ended.wait_for(
                 lambda: not episode.num_reserved or own_limit <= self.tokens_left(episode)
             )
-            if self.episodes.get(episode.key) is not episode:
-                raise episode_is_over()
+            self.check_is_played(episode)
             self.check_turns(episode)
             max_tokens = min(own_limit, self.tokens_left(episode))
             if max_tokens < 1:
@@ -413,7 +426,7 @@ class Gateway:
         """Raise an error that names a limit. The first limit is also reported to the trainer."""
         if episode.limit is None:
             episode.limit = name
-            self.link.send({"episode": episode.key, "limit": name})
+            self.tell(episode, {"limit": name})
         raise RequestError(f"{message} ({LIMIT}: {name})", kind=LIMIT, code=name)
 
 

@@ -63,9 +63,10 @@ class GatewayServer:
         deadline = time.monotonic() + seconds
         messages: list[dict] = []
         while not messages:
-            if time.monotonic() > deadline:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left < 0:
                 raise RuntimeError(f"the gateway of episodes has not started within {seconds:g} s")
-            messages = self.receive(seconds=1.0)
+            messages = self.receive(seconds_left)
         return messages[0]
 
     def send(self, message: dict) -> None:

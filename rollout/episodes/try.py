@@ -70,6 +70,11 @@ def main(arguments: list[str]) -> int:
             runner.close()
     for line in describe(playing, result, output, chat):
         print(line)
+    return exit_code(result)
+
+
+def exit_code(result: Result) -> int:
+    """Return the exit code after an episode: a limit is not a failure, even without a score."""
     return 0 if isinstance(result, Reward | Limit) else 1
 
 

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from config import load
 from rollout.episodes.runner import EpisodeRunner
 from tests.data.chat_templates import QWEN2
 from tests.repository.pages import COMMANDS, block_containing
-from tests.rollout.test_episode_workers import Server
+from tests.rollout.scripted_server import scripted_server
 from tests.support.launch import ROOT, run
 
 PAGE = "docs/episodes.md"
@@ -47,12 +46,8 @@ def play(episode: str, turns: list[dict]) -> tuple[float, list[str]]:
     )
     runner = EpisodeRunner(config)
     row = {"prompt": json.dumps(turns), "answer": "5"}
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with scripted_server() as server:
         (result,) = runner.play([row], server.url, server.new_key)
-        server.shutdown()
-        thread.join()
     runner.close()
     messages = server.requests[-1].body["messages"]
     return result.score, [m["content"] for m in messages if m["role"] == "tool"]

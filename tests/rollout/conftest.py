@@ -1,4 +1,4 @@
-"""Fixtures for the tests that judge the launches of rollout_worker.py."""
+"""Fixtures for the tests of the gateway, and those that judge the launches of rollout_worker.py."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from examples.arithmetic import make_tokenizer
+from examples import arithmetic
+from tests.data.chat_templates import CONTROL, QWEN2, make_tokenizer
+from tests.rollout.episode_gateway import save_tokenizer
 from tests.rollout.launches import END_TOKENS, LAUNCHES
 from tests.support.cases import selected_launches
 from tests.support.launch import launch, launch_each
@@ -37,10 +39,22 @@ def later(lengths, max_tokens):
 
 
 @pytest.fixture(scope="session")
+def model_path(tmp_path_factory):
+    """A model folder for gateways. Its chat template is Qwen 2's."""
+    return save_tokenizer(tmp_path_factory.mktemp("model"), QWEN2, "<|im_end|>")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """The tokenizer in model_path."""
+    return make_tokenizer(QWEN2, control=CONTROL)
+
+
+@pytest.fixture(scope="session")
 def rollout_folder(tmp_path_factory):
     """A directory with the models and functions of rollout_worker.py."""
     folder = tmp_path_factory.mktemp("rollout")
-    tokenizer = make_tokenizer()
+    tokenizer = arithmetic.make_tokenizer()
     shape = {"vocab_size": len(tokenizer), "eos_token_id": END_TOKENS[-1]}
     # vLLM has no attention on CPUs for heads of fewer than 32 numbers.
     make_model(folder / "qwen3", "qwen3", head_dim=32, **shape)

@@ -75,6 +75,11 @@ def test_tokens_come_with_log_probs_if_the_server_sends_them(has_log_probs):
     assert generation.log_probs == ([-0.5, -1.5] if has_log_probs else [])
 
 
+@pytest.mark.parametrize("url", ["http://host:1/v1", "http://host:1/v1/", "http://host:1"])
+def test_the_url_of_other_clients_ends_with_the_version(url):
+    assert LLM(url, "key").base_url == "http://host:1/v1"
+
+
 def test_a_reward_is_a_number():
     _, path, body = played({}, lambda llm: llm.reward("2"))
     assert (path, body) == ("/v1/rewards", {"reward": 2.0})

@@ -14,8 +14,7 @@ from rollout.episodes.runner import EpisodeRunner
 from rollout.episodes.server import GatewayServer
 from rollout.grading.clock import StoppableClock
 from rollout.grading.results import Reward
-from tests.data.chat_templates import QWEN2
-from tests.rollout.episode_gateway import SAMPLING, gateway_settings, save_tokenizer
+from tests.rollout.episode_gateway import SAMPLING, gateway_settings
 
 SECONDS = 60
 LIMIT = 1.5
@@ -84,9 +83,8 @@ class Trainer:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = save_tokenizer(tmp_path_factory.mktemp("model"), QWEN2, "<|im_end|>")
-    server = GatewayServer(gateway_settings(folder))
+def server(model_path):
+    server = GatewayServer(gateway_settings(model_path))
     yield server
     server.close()
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from rollout.episodes.server import GatewayServer
-from tests.data.chat_templates import CHATML, CONTROL, QWEN2, make_tokenizer
+from tests.data.chat_templates import CHATML
 from tests.rollout.episode_gateway import (
     CHAT,
     GENERATE,
@@ -28,16 +28,6 @@ from tests.rollout.episode_gateway import (
 pytestmark = pytest.mark.slow
 
 NEXT = {"role": "user", "content": "question"}
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("model"), QWEN2, "<|im_end|>")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer(QWEN2, control=CONTROL)
 
 
 @pytest.fixture(scope="module")

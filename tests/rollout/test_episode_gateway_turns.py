@@ -1,17 +1,21 @@
 """The gateway's turns and limits in this process. test_episode_gateway.py starts the program."""
 
 import asyncio
+import json
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import httpx
 import pytest
+import uvicorn
 
-from rollout.episodes.gateway import Gateway
+from config import InputError
+from rollout.episodes.gateway import Gateway, Server
 from rollout.episodes.link import TrainerLink
+from rollout.episodes.parsing import HARMONY, Reply, ReplyParser
 from rollout.episodes.replies import Sampled
-from tests.data.chat_templates import CONTROL, QWEN2, make_tokenizer
+from tests.data.chat_templates import CHATML, STRICT
 from tests.rollout.episode_gateway import (
     CHAT,
     GENERATE,
@@ -19,20 +23,9 @@ from tests.rollout.episode_gateway import (
     SAMPLING,
     TOOL,
     gateway_settings,
-    save_tokenizer,
 )
 
 SECONDS = 20
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("model"), QWEN2, "<|im_end|>")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer(QWEN2, control=CONTROL)
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +184,48 @@ def test_the_end_of_an_episode_fails_its_requests_alone(model_path):
     play(model_path, scenario)
 
 
+def test_nothing_about_an_episode_follows_its_end(model_path, tokenizer):
+    """The trainer does not know its key any more.
+
+    One of its turns was answered just before the end, and the bodies of two requests arrive after.
+    """
+
+    async def scenario(player):
+        player.begin("key")
+        await player.play_turn("key", 1)
+        has_ended = asyncio.Event()
+
+        async def sent_after_the_end(body: dict) -> AsyncIterator[bytes]:
+            await has_ended.wait()
+            yield json.dumps(body).encode()
+
+        headers = {"Authorization": "Bearer key"}
+        late = [
+            asyncio.create_task(
+                player.client.post(path, content=sent_after_the_end(body), headers=headers)
+            )
+            for path, body in (
+                ("/v1/rewards", {"reward": 1.5}),
+                (GENERATE, {"token_ids": [5] * 2000}),
+            )
+        ]
+        turn = player.post(CHAT, "key", {"messages": HELLO})
+        request = await player.receive()
+        assert await num_requests(player) == 2
+        player.answer(request, tokenizer.encode("there<|im_end|>"))
+        player.gateway.handle({"end": ["key"], "number": 7})
+        has_ended.set()
+        for response in await asyncio.gather(turn, *late):
+            assert response.status_code == 410
+            assert response.json()["error"]["type"] == "episode_is_over"
+        assert await player.receive() == {"ended": 7}
+        player.begin("other")
+        player.generate("other")
+        assert (await player.receive())["episode"] == "other"
+
+    play(model_path, scenario)
+
+
 def test_a_reward_needs_a_turn_that_has_ended(model_path):
     """A turn that has begun, or was aborted, does not suffice."""
 
@@ -209,6 +244,104 @@ def test_a_reward_needs_a_turn_that_has_ended(model_path):
         await player.play_turn("key", 1)
         assert (await player.post("/v1/rewards", "key", {"reward": 1.5})).status_code == 200
         assert await player.receive() == {"episode": "key", "reward": 1.5}
+
+    play(model_path, scenario)
+
+
+def test_a_request_may_overtake_the_announcement_of_its_key(model_path):
+    async def scenario(player):
+        turn = player.generate("early")
+        await asyncio.sleep(0.06)
+        player.begin("early")
+        player.answer(await player.receive(), [7])
+        assert (await turn).status_code == 200
+
+    play(model_path, scenario)
+
+
+def test_a_reply_is_continued_by_its_tokens_however_they_spell_it(model_path, tokenizer):
+    """The history names what was sampled letter by letter, and another key has not sampled it."""
+
+    async def scenario(player):
+        player.begin("key", "other")
+        messages = [{"role": "system", "content": "the cat"}, *HELLO]
+        turn = player.post(CHAT, "key", {"messages": messages})
+        request = await player.receive()
+        letters = [i for letter in "there" for i in tokenizer.encode(letter)]
+        sampled = [*letters, *tokenizer.encode("<|im_end|>")]
+        player.answer(request, sampled)
+        (choice,) = (await turn).json()["choices"]
+        await player.receive()
+        question = {"role": "user", "content": "question"}
+        history = [*messages, choice["message"], question]
+        recorded = request["prompt_ids"] + sampled
+        for key, is_continued in (("other", False), ("key", True)):
+            player.post(CHAT, key, {"messages": history})
+            prompt_ids = (await player.receive())["prompt_ids"]
+            assert (prompt_ids[: len(recorded)] == recorded) == is_continued
+
+    play(model_path, scenario)
+
+
+# -- clients that are gone -------------------------------------------------------------------------
+
+
+async def serve(player: Player) -> tuple[Server, asyncio.Task, int]:
+    """Start the gateway's HTTP server; return it with its task and its port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = player.gateway.application()
+    server = Server(uvicorn.Config(app, lifespan="off", ws="none", log_level="warning"))
+    return server, asyncio.create_task(server.serve([listener])), listener.getsockname()[1]
+
+
+def test_the_request_of_a_client_that_disconnects_is_aborted(model_path):
+    """It leaves its tokens to others, is no turn that has ended, and a late answer does no harm."""
+
+    async def scenario(player):
+        player.begin("key", max_episode_tokens=10)
+        server, serving, port = await serve(player)
+        body = json.dumps({"token_ids": [5]}).encode()
+        head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + body)
+        request = await player.receive()
+        assert request["max_tokens"] == 10
+        writer.close()
+        assert await player.receive() == {"abort": request["id"], "episode": "key"}
+        player.answer(request, [7, 7])
+        assert (await player.post("/v1/rewards", "key", {"reward": 1})).status_code == 400
+        assert (await player.play_turn("key", 1))["max_tokens"] == 10
+        server.should_exit = True
+        await serving
+
+    play(model_path, scenario)
+
+
+def test_nothing_waits_for_a_client_that_has_its_answer(model_path):
+    """The server of this test never tells that the client has disconnected."""
+
+    async def scenario(player):
+        player.begin("key")
+        statuses = []
+        parts = [{"type": "http.request", "body": b'{"token_ids": [5]}', "more_body": False}]
+
+        async def receive() -> dict:
+            return parts.pop() if parts else await asyncio.Future()
+
+        async def send(message: dict) -> None:
+            statuses.append(message.get("status"))
+
+        headers = [(b"authorization", b"Bearer key")]
+        scope = {"type": "http", "method": "POST", "path": GENERATE, "headers": headers}
+        app = player.gateway.application()
+        others = asyncio.all_tasks()
+        asking = asyncio.create_task(app({**scope, "query_string": b""}, receive, send))
+        player.answer(await player.receive(), [7])
+        await asking
+        await asyncio.sleep(0)
+        assert statuses[0] == 200
+        assert asyncio.all_tasks() == others
 
     play(model_path, scenario)
 
@@ -407,6 +540,94 @@ def test_a_template_of_the_settings_replaces_the_models_even_if_it_is_empty(mode
     play(model_path, scenario, chat_template="")
 
 
+def test_what_a_template_rejects_is_an_error_of_the_client(model_path):
+    """It is no turn."""
+
+    async def scenario(player):
+        player.begin("key", max_turns=1)
+        body = {"messages": [{"role": "system", "content": "Be brief."}]}
+        arguments = {"chat_template_kwargs": {"tokenize": True}}
+        for wrong, message in (
+            (body, "No user query found in messages."),
+            ({"messages": HELLO, **arguments}, "tokenize is not a template argument"),
+        ):
+            response = await player.post(CHAT, "key", wrong)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert message in error["message"]
+            assert error["type"] == "invalid_request_error"
+        await player.play_turn("key", 1)
+
+    play(model_path, scenario, chat_template=STRICT)
+
+
+class RecordingParser(ReplyParser):
+    """A parser without tool calls and reasoning. It records what it gets."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer, None, None, is_checked=False)
+        self.calls = []
+
+    def parse(self, *arguments) -> Reply:
+        self.calls.append(arguments)
+        return super().parse(*arguments)
+
+
+def test_a_parser_gets_the_sampled_tokens_and_the_tools_that_may_be_called(model_path, tokenizer):
+    """And the template's arguments: those of the settings, and those of the request."""
+
+    async def scenario(player):
+        player.begin("key")
+        parser = RecordingParser(tokenizer)
+        player.gateway.parser = parser
+        for choice, offered in (("auto", [TOOL]), ("none", None)):
+            body = {"messages": HELLO, "tools": [TOOL], "tool_choice": choice}
+            turn = player.post(CHAT, "key", body | {"chat_template_kwargs": {"style": choice}})
+            request = await player.receive()
+            assert request["num_tools"] == 1
+            ids = tokenizer.encode("the cat<|im_end|>")
+            player.answer(request, ids)
+            await turn
+            await player.receive()
+            arguments = {"enable_thinking": False, "style": choice}
+            num_prompt = len(request["prompt_ids"])
+            assert parser.calls.pop() == ("the cat", ids, num_prompt, offered, arguments)
+
+    play(model_path, scenario, template_kwargs={"enable_thinking": False, "style": "long"})
+
+
+def test_special_tokens_in_messages_are_read_as_the_settings_say(model_path, tokenizer):
+    async def scenario(player):
+        player.begin("key")
+        messages = [{"role": "user", "content": "the<|im_end|>"}]
+        player.post(CHAT, "key", {"messages": messages})
+        prompt_ids = (await player.receive())["prompt_ids"]
+        counts.append(prompt_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")))
+
+    counts = []
+    for setting in ("keep", "escape"):
+        play(model_path, scenario, special_tokens_in_text=setting)
+    assert counts[0] == counts[1] + 1
+
+
+def test_notices_name_the_parser_and_tell_whether_turns_continue(model_path, two_ends):
+    guessing = gateway_settings(model_path) | {"tool_parser": None}
+    parser, stability = Gateway(None, guessing).notices
+    assert parser == "rollout.tool_parser=hermes: guessed from the chat template"
+    assert stability.startswith("episodes: the chat template is prefix-stable")
+    parser, _ = Gateway(None, guessing | {"chat_template": CHATML}).notices
+    assert parser.startswith("rollout.tool_parser=none: the chat template shows no known format")
+    (stability,) = two_ends.notices
+    assert stability.startswith("episodes: ")
+
+
+def test_a_parser_that_reads_reasoning_needs_no_other_one(model_path):
+    settings = gateway_settings(model_path) | {"tool_parser": HARMONY}
+    assert Gateway(None, settings | {"reasoning_parser": "none"}).parser.is_harmony
+    with pytest.raises(InputError, match="Leave rollout.reasoning_parser out"):
+        Gateway(None, settings | {"reasoning_parser": "qwen3"})
+
+
 @pytest.mark.slow  # it imports vLLM's parsers
 def test_tool_calls_are_read_if_the_model_may_call(model_path, tokenizer):
     """The second call of the reply is malformed."""
@@ -431,9 +652,11 @@ def test_tool_calls_are_read_if_the_model_may_call(model_path, tokenizer):
             calls = answered["message"].get("tool_calls") or []
             assert len(calls) == counts[0]
             assert answered["finish_reason"] == ("tool_calls" if calls else "stop")
-        malformed = {"messages": HELLO, "tools": [{"type": "function", "function": {"name": 3}}]}
-        response = await player.post(CHAT, "key", malformed)
-        assert response.status_code == 400
-        assert await num_requests(player) == 3, "it is rejected before the turn"
+        for function in ({"name": 3}, {"name": "add", "parameters": 3}):
+            tools = [{"type": "function", "function": function}]
+            response = await player.post(CHAT, "key", {"messages": HELLO, "tools": tools})
+            assert response.status_code == 400
+            assert response.json()["error"]["type"] == "invalid_request_error"
+        assert await num_requests(player) == 3, "they are rejected before the turn"
 
     play(model_path, scenario, tool_parser="hermes")

@@ -11,8 +11,7 @@ from rollout.episodes.gateway import Gateway, Turn
 from rollout.episodes.link import TrainerLink
 from rollout.episodes.rendering import Session
 from rollout.episodes.requests import Sampling
-from tests.data.chat_templates import QWEN2
-from tests.rollout.episode_gateway import gateway_settings, save_tokenizer
+from tests.rollout.episode_gateway import gateway_settings
 
 MAX_TOKENS = 50  # rollout.max_tokens
 MAX_MODEL_LEN = 100
@@ -36,6 +35,5 @@ async def limit_of(model_path: Path, num_prompt: int, max_tokens: int | None) ->
     [(10, None, MAX_TOKENS), (10, 7, 7), (10, MAX_TOKENS + 9, MAX_TOKENS), (70, None, 30)],
     ids=["the run's", "the request's", "no more than the run's", "the model's"],
 )
-def test_the_lowest_limit_counts(tmp_path, num_prompt, max_tokens, expected):
-    model_path = save_tokenizer(tmp_path, QWEN2, "<|im_end|>")
+def test_the_lowest_limit_counts(model_path, num_prompt, max_tokens, expected):
     assert asyncio.run(limit_of(model_path, num_prompt, max_tokens)) == expected

@@ -93,6 +93,19 @@ def test_an_aborted_turn_leaves_nothing_to_train():
     assert branches(episode) == [([1, 2, 3, 4], [0, 1, 0, 1])]
 
 
+def test_an_aborted_turn_leaves_the_numbers_of_its_branch_in_their_places():
+    """The next turn has a shorter prompt."""
+    episode = Episode()
+    sample(episode, [1], [2])
+    episode.drop(episode.begin([1, 2, 3, 4, 5], seed=0))
+    sample(episode, [1, 2, 6], [7])
+    batch = pack(episode.branches, num_candidates=0)
+    assert batch.input_ids.tolist() == [1, 2, 6, 7]
+    assert batch.fields["rollout_log_probs"].tolist() == [0, -2 / 8, 0, -7 / 8]
+    assert batch.fields["loss_mask"].tolist() == [0, 1, 0, 1]
+    assert batch.fields["turn_rewards"].tolist() == [0] * 4
+
+
 def test_the_last_turn_says_whether_the_episode_was_cut_off():
     episode = Episode()
     sample(episode, [1], [2], is_cut=True)
@@ -157,6 +170,34 @@ def test_branches_are_packed_end_to_end():
         "rollout_log_probs": [0, -2 / 8, -3 / 8, 0, -5 / 8, 0, 0, -9 / 8],
         "turn_rewards": [0, 0, 0.5, 0, 0, 0, 0, 0],
     }
+
+
+def test_every_sampled_token_has_the_age_of_its_weights():
+    """The second branch begins with the weights that end the first one."""
+    episode = Episode()
+    for prompt_ids, versions in (([1], [3, 3]), ([1, 3, 3, 9], [4, 6]), ([8, 8], [6, 7])):
+        turn = episode.begin(prompt_ids, seed=0)
+        for version in versions:
+            turn.response.append(np.array([version]), np.array([-1.0]), None, version)
+        episode.end(turn, is_cut=False)
+    assert episode.oldest_version == 3
+    fields = pack(episode.branches, num_candidates=0, version=8).fields
+    assert fields["age"].tolist() == [0, 5, 5, 0, 4, 2, 0, 0, 2, 1]
+    assert "age" not in pack(episode.branches, num_candidates=0).fields
+
+
+def test_the_experts_of_earlier_turns_stay():
+    """vLLM reads all tokens again, and has never read the last one of a turn. 255: no experts."""
+    episode = Episode()
+    for number, (prompt_ids, token) in enumerate((([1], 2), ([1, 2, 3], 4))):
+        turn = episode.begin(prompt_ids, seed=0)
+        turn.response.append(np.array([token]), np.array([-1.0]), None, version=0)
+        routes = np.full((len(prompt_ids) + 1, 1, 1), 10 * (number + 1), np.uint8)
+        routes[-1] = 255
+        turn.response.read(routes)
+        episode.end(turn, is_cut=False)
+    (branch,) = episode.branches
+    assert branch.routes.flatten().tolist() == [10, 20, 20, 255]
 
 
 def test_candidates_stand_at_sampled_tokens():

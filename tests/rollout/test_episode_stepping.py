@@ -17,6 +17,7 @@ from rollout.episodes.stepping import EpisodeLoop, Inbox, Playing, TurnRequest, 
 from rollout.grading.results import Reward
 from rollout.responses import Responses
 from rollout.vllm.sampling import RequestSampling
+from tests.rollout.seeded_rollout import output_of
 from tests.support.ranks import on_ranks
 
 SEED = (3, 1, 4)
@@ -258,18 +259,6 @@ def test_a_replica_of_one_rank_needs_no_group():
 
 
 # -- turns -----------------------------------------------------------------------------------------
-
-
-def output_of(request_id: str, token_ids: list[int], reason: str | None):
-    """Return what vLLM reports for a request. Token t has a log-probability of -t / 10."""
-    from vllm.logprobs import FlatLogprobs
-    from vllm.outputs import CompletionOutput, RequestOutput
-
-    log_probs = FlatLogprobs()
-    for token in token_ids:
-        log_probs.append_fast([token], [-token / 10], iter([1]), [None])
-    completion = CompletionOutput(0, "", token_ids, None, log_probs, finish_reason=reason)
-    return RequestOutput(request_id, None, None, None, [completion], reason is not None)
 
 
 def test_what_vllm_draws_belongs_to_its_turn():

@@ -8,12 +8,14 @@ import sys
 import numpy as np
 import pytest
 
-from config import InputError
+from config import InputError, load
+from data.chat.tokenizer import ChatTokenizer
 from examples.arithmetic import build
 from rollout.episodes.jobs import Limit
 from rollout.episodes.stepping import Playing
 from rollout.grading.results import Failure, Reward
 from tests.support.launch import ROOT, run
+from tests.support.samples import configure
 
 # The module's name is a keyword, so it cannot be imported by a statement.
 trial = importlib.import_module("rollout.episodes.try")
@@ -151,6 +153,96 @@ def test_a_message_is_described_with_its_reasoning_and_its_calls():
     (line,) = trial.message_lines({"role": "user", "content": parts})
     assert line == f"  user: {json.dumps(parts)}"
     assert not list(trial.message_lines({"role": "user", "content": ""}))
+
+
+def test_branches_are_described_with_their_trained_tokens_and_rewards(tokenizer, model_path):
+    """And the conversation, the output and the numbers, in this order."""
+    playing = Playing(seed=(0,), num_tool_calls=3, num_tool_errors=1)
+    playing.messages = [{"role": "user", "content": "hello"}]
+    for prompt, reply, reward in (("the", "cat", 0.5), ("the cat sat", "there", 0), ("a", "b", 2)):
+        turn = playing.episode.begin(tokenizer.encode(prompt), seed=0)
+        ids = np.array(tokenizer.encode(reply))
+        turn.response.append(ids, np.zeros(len(ids)), None, version=0)
+        playing.episode.end(turn, is_cut=False)
+        playing.episode.reward(reward)
+    branches = playing.episode.branches
+    num_branches = len(branches)
+    position = branches[0].rewards.index(0.5)
+    last = tokenizer.decode([branches[0].token_ids[position]])
+    chat = ChatTokenizer.load(tokenizer, model_path)
+    lines = list(trial.describe(playing, Reward(1.0, {}), "printed\nby you\n", chat))
+    assert lines[:3] == ["", "the conversation of the last chat:", "  user: hello"]
+    assert f"  reward 0.5 at token {position + 1}, {last!r}" in lines
+    starts = [i for i, line in enumerate(lines) if line.startswith("branch ")]
+    assert len(starts) == num_branches
+    assert sum(line.count("[[") for line in lines) == 3
+    num_sampled = sum(branch.num_sampled for branch in branches)
+    assert lines[starts[-1] :][-7:] == [
+        "",
+        "output of your code:",
+        "  | printed",
+        "  | by you",
+        "",
+        f"turns 3, branches {num_branches}, trained tokens {num_sampled}, tool calls 3, "
+        "tool errors 1",
+        "score 3.5: result 1, turns 2.5",
+    ]
+    without = list(trial.describe(playing, Reward(1.0, {}), "", chat))
+    assert "output of your code:" not in without
+
+
+@pytest.mark.parametrize(
+    "result, code",
+    [
+        (Reward(0.0, {}), 0),
+        (Limit("max_turns", None), 0),
+        (Failure("raised", "", {}, ""), 1),
+        (None, 1),
+    ],
+)
+def test_an_episode_without_a_result_has_failed(result, code):
+    assert trial.exit_code(result) == code
+
+
+def test_the_command_has_the_last_word_about_files(tmp_path):
+    arguments = ["agent.py:f", "--model", "m", "--data", "d", "output_dir=o", "trainer.seed=5"]
+    args = trial.parse(arguments)
+    assert args.row == 1
+    config = load("ppo.yaml", trial.settings(args, str(tmp_path)))
+    assert (config.model.path, config.rollout.episode) == ("m", "agent.py:f")
+    assert (config.output_dir, config.trainer.seed) == (str(tmp_path), 5)
+    assert "d" in str(config.data.train_files)
+
+
+@pytest.mark.parametrize("row", ["0", "-1", "x", "1.5"])
+def test_rows_are_numbered_from_1(row, capsys):
+    with pytest.raises(SystemExit):
+        trial.parse(["agent.py:f", f"--row={row}"])
+    assert f"{row} must be the number of a row, at least 1" in capsys.readouterr().err
+
+
+def test_a_row_is_read_as_an_episode_gets_it(tokenizer, model_path, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "the cat"}, {"prompt": " "}, {"prompt": "the " * 99}, {"prompt": "there"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = configure(f"data.train_files={file}", "data.max_prompt_length=50")
+    chat = ChatTokenizer.load(tokenizer, model_path)
+    for number in (1, 4):
+        assert trial.read_row(config, chat, number, tmp_path) == (file, rows[number - 1])
+    with pytest.raises(InputError, match=f"^--row 5: {file} has 4 rows$"):
+        trial.read_row(config, chat, 5, tmp_path)
+    with pytest.raises(InputError, match="rows.jsonl:2: the prompt is empty"):
+        trial.read_row(config, chat, 2, tmp_path)
+    with pytest.raises(
+        InputError, match="rows.jsonl:3 is not used in training, because it is blank"
+    ):
+        trial.read_row(config, chat, 3, tmp_path)
+
+
+def test_an_adapter_is_not_played():
+    settings = ["rollout.episode=agent.py:f", "rollout.max_episode_tokens=3000"]
+    with pytest.raises(InputError, match="^model.lora.rank=8: .* Leave out model.lora"):
+        trial.check(configure("model.lora.rank=8", *settings))
 
 
 @pytest.mark.slow

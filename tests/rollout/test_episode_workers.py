@@ -1,129 +1,34 @@
 """Episodes in worker processes: rewards, limits, failures that stay with their episode, classes."""
 
-import json
 import re
 import subprocess
 import sys
 import threading
 import time
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from config import InputError, load
 from rollout.episodes.jobs import Limit
-from rollout.episodes.runner import EpisodeRunner
+from rollout.episodes.runner import EpisodeRunner, episode_environment
 from rollout.grading.grader import Reward
 from rollout.grading.notes import Note
+from rollout.grading.process import Ending, WorkerProcess
 from tests.data.chat_templates import CONTROL, QWEN2, make_tokenizer
 from tests.rollout.episode_gateway import SAMPLING, GatewayProcess, save_tokenizer
+from tests.rollout.scripted_server import script, scripted_server
 
 ROOT = Path(__file__).parents[2]
 SLACK = 60.0
 LIMIT = 1.5
 
 
-# -- a server with the gateway's routes ------------------------------------------------------------
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Answers a chat with the script in its last message, which is JSON, or with an echo.
-
-    A script is a list of turns; the number of assistant turns so far chooses one. It may be
-    {"tool_calls": [[name, arguments], ...]}, {"content", "reasoning"}, {"status", "error"} or
-    {"sleep": seconds}.
-    """
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        key = self.headers["Authorization"].removeprefix("Bearer ")
-        self.server.requests.append(SimpleNamespace(path=self.path, key=key, body=body))
-        if key not in self.server.keys:
-            self.send(401, {"error": {"message": f"unknown key {key}", "type": "invalid"}})
-        elif self.path == "/v1/rewards":
-            self.send(200, {})
-        elif self.path == "/inference/v1/generate":
-            ids = [i + 1 for i in body["token_ids"]]
-            content = [{"token": str(i), "logprob": -i / 2} for i in ids]
-            choice = {"token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
-            self.send(200, {"choices": [choice]})
-        elif self.path == "/v1/chat/completions":
-            self.chat(body["messages"])
-
-    def chat(self, messages):
-        users = [m for m in messages if m["role"] == "user"]
-        try:
-            script = json.loads(users[0]["content"].partition("\n")[0])
-            turn = script[sum(m["role"] == "assistant" for m in messages)]
-        except (ValueError, TypeError, IndexError):
-            turn = {"content": users[-1]["content"]}
-        if "status" in turn:
-            return self.send(turn["status"], {"error": turn["error"]})
-        time.sleep(turn.get("sleep", 0))
-        message = {"role": "assistant", "content": turn.get("content")}
-        if "reasoning" in turn:
-            message["reasoning"] = turn["reasoning"]
-        calls = [
-            {"id": f"call_{i}", "type": "function", "function": {"name": name, "arguments": text}}
-            for i, (name, text) in enumerate(turn.get("tool_calls", []))
-        ]
-        if calls:
-            message["tool_calls"] = calls
-        finish_reason = "tool_calls" if calls else "stop"
-        choice = {"message": message, "finish_reason": finish_reason, "token_ids": [1, 2, 3]}
-        self.send(200, {"choices": [choice]}, is_chunked=len(messages) > 1)
-
-    def send(self, status, answer, is_chunked=False):
-        body = json.dumps(answer).encode()
-        self.send_response(status)
-        if is_chunked:
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            for part in (body[:5], body[5:]):
-                self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
-            self.wfile.write(b"0\r\n\r\n")
-        else:
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
-class Server(ThreadingHTTPServer):
-    request_queue_size = 256
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.keys = {}  # key -> the index of its episode
-        self.requests = []
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-    def new_key(self, i):
-        key = f"key-{i}-{len(self.keys)}"
-        self.keys[key] = i
-        return key
-
-    def attempts(self, i):
-        """Return the keys of an episode, in order."""
-        return [key for key, index in self.keys.items() if index == i]
-
-
 @pytest.fixture
 def server():
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with scripted_server() as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +55,6 @@ def make(tmp_path_factory):
 
 def play(runner, server, rows, **options):
     return runner.play(rows, server.url, server.new_key, **options)
-
-
-def script(*turns):
-    return json.dumps(turns)
 
 
 # -- functions -------------------------------------------------------------------------------------
@@ -483,11 +384,35 @@ def test_episodes_beside_one_that_ends_its_worker_are_repeated(
     assert len(set(keys)) == len(keys) == 7
 
 
+def ask_for_culprits(runner: EpisodeRunner, worker: WorkerProcess) -> None:
+    """Assert that an episode which has blocked others for long is not repeated."""
+    allowed = runner.seconds_per_call
+    assert allowed > SLACK, "the worker has time to cancel an episode"
+    now = time.monotonic()
+    for kind, seconds, expected in (
+        ("timed out", 0.6 * allowed, [1]),
+        ("timed out", 0.4 * allowed, None),
+        ("died", 0.6 * allowed, None),
+    ):
+        worker.ending = Ending(kind, "the end")
+        worker.last_note = Note(2, since=now - seconds)
+        culprit = runner.find_culprit([[0], [1], [2]], worker)
+        if expected is None:
+            assert culprit is None
+        else:
+            assert culprit[0] == expected
+            assert culprit[1].startswith(f"blocked its process for {seconds:.0f} s")
+    assert runner.find_culprit([[1]], worker) == ([1], "the end"), "it was alone"
+
+
 def test_the_episode_whose_code_ran_last_is_repeated_alone(make, file):
     """If none is known, each half is repeated. (A worker's note names a call by its number + 1.)"""
     calls = [[0], [1], [2]]
-    with closing(make(f"{file}:solve")) as runner:
+    settings = ["rollout.max_concurrent_episodes=3"]
+    with closing(make(f"{file}:solve", *settings, workers=2)) as runner:
+        assert runner.concurrency == 2
         worker = runner.idle[0]
+        ask_for_culprits(runner, worker)
         groups = {}
         for number in (2, 0, 9):
             worker.last_note = Note(number)
@@ -587,6 +512,14 @@ def test_secrets_reach_an_episode_only_if_reward_env_names_them(make, file, serv
         make(f"{file}:environment", "reward.env=[JUDGE_KEY]")
 
 
+def test_requests_to_the_gateway_avoid_any_proxy(monkeypatch):
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    environment = episode_environment([])
+    assert environment["no_proxy"] == "example.org,127.0.0.1,localhost"
+    assert environment["NO_PROXY"] == "127.0.0.1,localhost"
+
+
 def test_a_worker_has_a_memory_limit(make, file, server):
     with closing(make(f"{file}:allocate", "reward.memory_gib=0.5")) as runner:
         small, large = play(runner, server, [{"num_bytes": 2**20}, {"num_bytes": 2**30}])
@@ -662,7 +595,10 @@ def test_a_module_of_the_working_directory_and_its_neighbours(make, server, tmp_
     """Modules of the user take precedence over ours, and any parameter may be taken."""
     package = tmp_path / "games"
     package.mkdir()
-    (package / "chess.py").write_text("import data, common.moves\n" + FILE)
+    (package / "chess.py").write_text("import data, common.moves, rewards\nrewards.MINE\n" + FILE)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/rewards.py").write_text("MINE = 1")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"))
     (tmp_path / "data.py").write_text("")
     (tmp_path / "common").mkdir()
     (tmp_path / "common/__init__.py").write_text("")
@@ -865,18 +801,20 @@ def test_a_class_plays_until_the_model_calls_no_tool(make, environments, server)
 
 
 def test_a_row_s_template_arguments_reach_the_model_of_a_class(make, environments, server):
+    turns = script({"tool_calls": [["unknown", "{}"]]}, {"content": "done"})
     rows = [
         conversation("a", enable_thinking=False),
         conversation("b", chat_template_kwargs={"style": "short", "unset": None}),
-        conversation("c"),
+        conversation(turns),
     ]
     with closing(make(f"{environments}:Counter")) as runner:
         play(runner, server, rows)
+        assert runner.tool_errors == [0, 0, 1]
     sent = {
         request.body["messages"][0]["content"]: request.body.get("chat_template_kwargs")
         for request in server.requests
     }
-    assert sent == {"a": {"enable_thinking": False}, "b": {"style": "short"}, "c": None}
+    assert sent == {"a": {"enable_thinking": False}, "b": {"style": "short"}, turns: None}
 
 
 def test_tools_of_rows_that_a_class_does_not_use_are_reported(make, environments):

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from config import InputError
 from engines.checkpoint.checkpointer import FILES
+from engines.model.routes import FIELD as ROUTES
+from profiling import Profiler
 from rollout.drawing import Assignment, Request
 from rollout.partial.drawing import Draw, StepCounts, TrainedGroup
 from rollout.partial.groups import Counters, OpenGroup, OpenGroups, OpenResponse, to_bytes
@@ -41,7 +43,7 @@ class Replica:
     tp_rank: int = 0
     tp_size: int = 1
     vocab_size: int = VOCAB_SIZE
-    recorder: None = None
+    recorder: object = None
 
 
 def make_sampler(*settings: str, rollout: Replica | None = None, **parts) -> PartialResponses:
@@ -146,18 +148,21 @@ class HandmadeContinuing:
     """Continues every response by a few tokens, and records what it was asked for.
 
     lengths: the number of new tokens of each response. reasons: why those that ended have ended.
+    routes: the experts that it reports.
     """
 
     lengths: list[int]
     reasons: dict[int, str]
     num_candidates: int = 0
     num_steps: int = 5
+    routes: np.ndarray | None = None
     asked: dict = field(default_factory=dict)
 
     def generate(self, prompts, seeds, num_drawn, sampling, is_enough, **arguments):
         self.asked = {"prompts": prompts, "seeds": seeds, "num_drawn": num_drawn, **arguments}
         self.asked["is_enough"] = [is_enough(set()), is_enough(set(self.reasons))]
         responses = Responses(len(prompts), sampling.max_tokens, self.num_candidates)
+        responses.routes = self.routes
         for row, length in enumerate(self.lengths):
             tokens = 100 * (row + 1) + np.arange(length)
             columns = tokens[:, None].repeat(1 + self.num_candidates, 1)
@@ -211,6 +216,99 @@ def test_images_stand_before_the_tokens_of_their_response():
     assert arguments == {
         "image_prompts": [ImagePrompt([4, 5, 10, 11], [image]), ImagePrompt([3], ())]
     }
+
+
+def routes_of(*numbers: int) -> np.ndarray:
+    """Return the routes of tokens: one expert in one layer. 255: the token has none."""
+    return np.array(numbers, np.uint8)[:, None, None]
+
+
+class JoiningRecorder:
+    """What records the experts."""
+
+    def join(self, routes: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(routes)
+
+
+def test_experts_are_those_of_the_request_that_read_a_token():
+    """vLLM reports those of the prompt, of the earlier tokens and of the new ones."""
+    continuing = HandmadeContinuing([1, 2], {0: "stop", 1: "stop"})
+    continuing.routes = routes_of(20, 21, 22, 23, 255, 30, 31, 255)
+    rollout = Replica(recorder=JoiningRecorder())
+    sampler = make_sampler(continuing=continuing, rollout=rollout)
+    begun = drawn_response([2, 2], 10)
+    begun.is_complete = False
+    begun.routes = routes_of(1, 2, 3, 255)
+    fresh = OpenResponse(seed=77)
+    sampler.open.groups = [OpenGroup(0, 1, [begun]), OpenGroup(1, 0, [fresh])]
+    sampler.generate(2, version=3)
+    assert begun.routes.flatten().tolist() == [1, 2, 3, 23, 255]
+    assert fresh.routes.flatten().tolist() == [30, 31, 255]
+    trained = sampler.open.take_trained(2, version=3)
+    fields = sampler.pack(make_draw(trained, 1, version=3)).batch.fields
+    assert fields[ROUTES].flatten().tolist() == [1, 2, 3, 23, 255, 30, 31, 255]
+
+
+# -- a step ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_draws_of_a_step_share_the_failures_that_are_permitted(one_rank):
+    """The other replica has no rank here. Its groups are not trained, and stay on record."""
+    graded = []
+
+    def grade_and_share(request, assignment, generation) -> SimpleNamespace:
+        graded.append((request, assignment, generation))
+        return SimpleNamespace(num_drawn=len(generation.prompts), failures=["one"])
+
+    rows = {0: [5, 2, 0, 1], 1: [3, 6, 4, 2]}
+    sampler = make_sampler(
+        "data.train_batch_size=4",
+        "rollout.n=2",
+        rollout=Replica(replica=0, num_replicas=2),
+        ledger=Ledger(2, oversample=2.0, limit=None),
+        rows_of_batch=rows.__getitem__,
+    )
+    sampler.sampler.grade_and_share = grade_and_share
+    sampler.open.groups = [
+        OpenGroup(90, 6, [drawn_response([6], 9), drawn_response([7], 9)]),
+        OpenGroup(91, 5, [drawn_response([6], 9), drawn_response([8], 9)]),
+    ]
+    sampler.ledger.replica_of = {90: 0, 91: 0}
+    sampler.continuing = HandmadeContinuing([], {})
+    request, samples = sampler.draw(2, 8, 40, Profiler())
+    assert (request.rows, request.first_group) == ([6, 5], 40), "both are due"
+    ((graded_request, assignment, generation),) = graded
+    assert graded_request is request
+    assert assignment.position.tolist() == [0, 0, 1, 1]
+    ages = [*[0] * 7, 2, *[0] * 7, 1, *[0] * 6, 2, *[0] * 6, 0]
+    assert generation.batch.fields["age"].tolist() == ages
+    assert generation.seconds[0] > 0
+    assert request.max_failures == 0.25 * 4
+    assert (sampler.counts.graded, sampler.counts.failed) == (4, 1)
+
+    reasons = {0: "stop", 1: "length", 2: "stop", 3: "stop"}
+    sampler.continuing = HandmadeContinuing([1, 2, 1, 1], reasons)
+    request, _ = sampler.draw(2, 8, 42, Profiler())
+    assert sampler.continuing.asked["num_drawn"] == [0, 0, 0, 0], "two groups, one in advance"
+    assert (request.rows, request.first_group) == ([0], 42), "the other one is not needed yet"
+    assert request.max_failures == 0.25 * (4 + 2) - 1
+    assert (sampler.counts.graded, sampler.counts.failed) == (6, 2)
+    assert graded[1][2].truncated.tolist() == [False, True]
+
+    given_up = []
+    sampler.give_up = given_up.extend
+    sampler.open.max_staleness = 0
+    sampler.end_step(8)
+    assert [group.number for group in given_up] == [3], "it would be too old in the next step"
+    assert sampler.ledger.replica_of == {0: 1, 1: 1}
+    assert sampler.counts == StepCounts()
 
 
 # -- groups and replicas ---------------------------------------------------------------------------
@@ -349,6 +447,22 @@ def test_the_files_of_all_replicas_are_checked_before_models_load(tmp_path, sett
         return
     with pytest.raises(InputError, match=message):
         check_open_groups(config, tmp_path, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_experts_of_a_checkpoint_stay_only_if_they_are_replayed(is_replayed):
+    """Responses without tokens have none."""
+    response = drawn_response([1], 4)
+    response.routes = routes_of(3, 255)
+    groups = [OpenGroup(0, 0, [response, OpenResponse(seed=1)])]
+    sampler = make_sampler(f"rollout.routing_replay={is_replayed}")
+    _, (group,) = sampler.from_bytes(to_bytes(groups, Counters(1, 0)))
+    with_tokens, without = group.responses
+    assert without.routes is None
+    if is_replayed:
+        assert with_tokens.routes.flatten().tolist() == [3, 255]
+    else:
+        assert with_tokens.routes is None
 
 
 def test_candidates_of_a_checkpoint_are_counted_as_in_a_run(tmp_path):
