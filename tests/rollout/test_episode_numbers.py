@@ -9,30 +9,18 @@ import torch.distributed as dist
 
 from data.prompts import Prompt, PromptDataset
 from examples.arithmetic import make_tokenizer
-from profiling import Profiler
 from rollout.drawing import Assignment, Request
 from rollout.episodes.drawing import (
     EpisodeNumbers,
     EpisodeSampler,
     Kept,
     Played,
-    make_replica_group,
 )
 from rollout.episodes.jobs import Limit
-from rollout.episodes.stepping import Playing, StepTimes, turn_seed
-from rollout.grading.clock import StoppableClock
+from rollout.episodes.stepping import Playing, StepTimes
 from rollout.grading.pool import WorkerPool
 from rollout.grading.results import Failure, Reward
 from rollout.samples import Samples
-from rollout.vllm.continuing import SEED_RANGE
-from tests.rollout.one_turn_director import (
-    LENGTHS,
-    PROMPT_IDS,
-    OneTurnDirector,
-    Runner as OneTurnRunner,
-)
-from tests.rollout.seeded_rollout import SeededRollout
-from tests.rollout.test_drawing import HandmadePrompts
 from tests.support.ranks import on_ranks
 from tests.support.samples import configure
 
@@ -189,59 +177,3 @@ def test_a_limit_with_a_score_is_a_reward_and_an_episode_without_tokens_is_none(
     for result in (Reward(1.0, {}), Limit("max_turns", 0.0)):
         judged = sampler.judge(result, aborted, prompt)
         assert (judged.kind, judged.row) == ("no turns", {"row": 4})
-
-
-SEED = (7, 1)
-ROW_NUMBERS = [3, 1, 3]
-
-
-def draw_on_rank(tp_size: int) -> tuple[Samples, tuple, list[list[int]]]:
-    """Draw two episodes for each row.
-
-    Returns the samples, what the director was told, and the sequences that this rank holds.
-    """
-    replica, tp_rank = divmod(dist.get_rank(), tp_size)
-    rollout = SeededRollout()
-    rollout.replica = replica
-    rollout.num_replicas = dist.get_world_size() // tp_size
-    rollout.tp_rank = tp_rank
-    rollout.tp_size = tp_size
-    clock = StoppableClock(StoppableClock.make_file())
-    director = OneTurnDirector(clock) if tp_rank == 0 else None
-    group = make_replica_group(rollout)
-    parts = (director, make_tokenizer(), None, group)
-    sampler = EpisodeSampler(rollout, OneTurnRunner(clock), *parts, max_failure_rate=0.25)
-    sampling = configure("rollout.n=2").rollout
-    request = Request(HandmadePrompts(), ROW_NUMBERS, sampling, SEED, section="validation")
-    samples = sampler.draw(request, Profiler())
-    told = director.draw[1:] if director else None
-    sequences = samples.batch.input_ids.split(samples.batch.lengths)
-    return samples, told, [ids.tolist() for ids in sequences]
-
-
-def tokens_of(row: int, number: int) -> list[int]:
-    """Return the tokens of an episode's turn: each one is the next integer of its generator."""
-    seed = turn_seed((*SEED, row, number), PROMPT_IDS, 0)
-    generator = torch.Generator().manual_seed(seed)
-    numbers = torch.randint(0, SEED_RANGE, (LENGTHS[row],), generator=generator).tolist()
-    letters = SeededRollout().engine.letters
-    return [letters[number % len(letters)] for number in numbers]
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_episodes_of_a_draw_have_the_rewards_and_tokens_of_their_rows(tmp_path, tp_size):
-    """With two replicas of one rank, and with one of two ranks. Row 3 is drawn twice."""
-    results = on_ranks(2, tmp_path, draw_on_rank, tp_size)
-    rows = [3, 3, 1, 1, 3, 3]
-    expected = [tokens_of(*pair) for pair in zip(rows, [0, 1, 0, 1, 2, 3])]
-    held = []
-    for rank, (samples, told, sequences) in enumerate(results):
-        assert samples.scores.tolist() == rows
-        assert samples.response_lengths.tolist() == [LENGTHS[row] for row in rows]
-        assert samples.num_drawn == 6
-        for i, sequence in zip(samples.held.tolist(), sequences, strict=True):
-            held.append(i)
-            assert sequence == PROMPT_IDS + expected[i]
-        is_first = rank % tp_size == 0
-        assert told == ((0.25 * 6, "validation") if is_first else None)
-    assert sorted(held) == [*range(6)]

@@ -17,7 +17,7 @@ from rollout.episodes.stepping import EpisodeLoop, Inbox, Playing, TurnRequest, 
 from rollout.grading.results import Reward
 from rollout.responses import Responses
 from rollout.vllm.sampling import RequestSampling
-from tests.rollout.seeded_rollout import output_of
+from tests.rollout.outputs import output_of
 from tests.support.ranks import on_ranks
 
 SEED = (3, 1, 4)

@@ -3,27 +3,14 @@
 vLLM draws their tokens in test_partial_reference.py.
 """
 
-import os
-import time
-
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from config import InputError
-from examples.arithmetic import make_tokenizer
-from profiling import Profiler
-from rollout.episodes.drawing import EpisodeSampler
 from rollout.episodes.jobs import EndedEpisode
-from rollout.episodes.stepping import EpisodeLoop
-from rollout.grading.clock import StoppableClock
 from rollout.partial.drawing import StepCounts
 from rollout.partial.episodes import PartialEpisodes, SavedGroup, read_episodes
 from rollout.partial.groups import Counters, OpenGroups, to_bytes
-from rollout.partial.ledger import Ledger
-from tests.rollout.one_turn_director import OneTurnDirector, Runner
-from tests.rollout.seeded_rollout import SeededRollout
-from tests.rollout.test_drawing import HandmadePrompts
 from tests.rollout.test_episode_stepping import make_loop
 from tests.support.samples import configure
 
@@ -118,93 +105,3 @@ def test_a_checkpoint_of_responses_has_no_episodes():
     message = f"^rollout.episode={EPISODE}, but the checkpoint has responses of a single turn"
     with pytest.raises(InputError, match=message):
         read_episodes(content, EPISODE)
-
-
-# -- draws -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def drawing():
-    """Episodes of one replica of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    clock = StoppableClock(StoppableClock.make_file())
-    clock.stop()
-    config = configure("rollout.n=2", "data.train_batch_size=2", f"trainer.seed={SEED}")
-    director = OneTurnDirector(clock)
-    rollout = SeededRollout()
-    sampler = EpisodeSampler(rollout, Runner(clock), director, make_tokenizer(), None, None, 0.0)
-    yield PartialEpisodes(
-        sampler=sampler,
-        ledger=Ledger(1, oversample=1.5, limit=None),
-        dataset=HandmadePrompts(),
-        rows_of_batch=lambda batch: [(2 * batch) % 4, (2 * batch) % 4 + 1],
-        config=config,
-        open=OpenGroups(max_staleness=1, finishes_old=True),
-    )
-    os.close(clock.file)
-    dist.destroy_process_group()
-
-
-def is_stopped(clock: StoppableClock) -> bool:
-    before = clock()
-    time.sleep(0.001)
-    return clock() == before
-
-
-def test_a_long_episode_is_trained_with_the_age_of_its_tokens(drawing):
-    """Three groups begin, of rows 0, 1 and 2. The one of row 1 continues in the second draw."""
-    director = drawing.sampler.director
-    request, samples = drawing.draw(2, 0, 40, Profiler())
-    assert director.added == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}
-    assert is_stopped(director.clock)
-    assert director.is_running, "while vLLM draws"
-    assert request.rows == [0, 2]
-    assert samples.scores.tolist() == [0, 0, 2, 2]
-    assert samples.group.tolist() == [40, 40, 41, 41]
-    assert samples.batch.fields["age"].sum() == 0
-    # Row 2 ends after three steps, which the loop learns in the fourth one.
-    assert drawing.counts == StepCounts(slots=4 * 6, tokens=2 * (2 + 3 + 4), graded=4)
-    assert [*drawing.loop.playing] == [2, 3], "the others are forgotten"
-    assert drawing.end_step(0)["partial/idle_slots"] == 1 - 18 / 24
-    assert director.given_up == []
-
-    request, samples = drawing.draw(2, 1, 42, Profiler())
-    assert request.rows == [1, 3]
-    assert samples.scores.tolist() == [1, 1, 3, 3]
-    assert samples.response_lengths.tolist() == [9, 9, 2, 2]
-    first, second, third, _ = samples.batch.fields["age"].split(samples.batch.lengths)
-    assert first.tolist() == second.tolist() == [0] + [1] * 4 + [0] * 5
-    assert third.tolist() == [0] * 3
-    assert [*drawing.loop.playing] == [8, 9]
-
-
-def test_an_interruption_changes_no_token_of_an_episode(drawing):
-    """Its seed is that of the run, the batch, the row and the number among the row's episodes."""
-    drawing.draw(2, 0, 40, Profiler())
-    _, samples = drawing.draw(2, 1, 42, Profiler())
-    # In the second draw of the step, row 1 has five tokens left, and rows 3 and 0 are new.
-    assert drawing.counts.tokens == 2 * (2 + 3 + 4) + 2 * (5 + 2 + 2)
-    first, second, *_ = samples.batch.input_ids.split(samples.batch.lengths)
-    director = OneTurnDirector(drawing.sampler.runner.clock)
-    whole = EpisodeLoop(
-        SeededRollout(),
-        drawing.config.rollout,
-        lambda seconds: director.receive(director.cast, seconds),
-        director.send,
-    )
-    for number in range(2):
-        whole.add(number, (SEED, 0, 1, number))
-        director.add(director.cast, number, {"number": 1})
-    whole.run(lambda: whole.num_ended == 2)
-    for ids, playing in zip((first, second), whole.playing.values(), strict=True):
-        assert ids.tolist() == playing.episode.branches[0].token_ids
-
-
-def test_the_director_gives_up_all_episodes_of_a_group(drawing):
-    drawing.open.finishes_old = False
-    drawing.draw(2, 0, 40, Profiler())
-    drawing.open.max_staleness = 0
-    assert drawing.end_step(0)["partial/stale_drops"] == 1
-    assert drawing.sampler.director.given_up == [2, 3]
-    assert drawing.loop.playing == {}
-    assert drawing.ledger.replica_of == {}
