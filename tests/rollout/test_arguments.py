@@ -151,8 +151,10 @@ def test_the_process_is_prepared_for_a_cpu(folder, one_rank, tmp_path, recwarn):
         left_behind.touch()
         startup.prepare_process(make_config(folder / "dense"), make_host("cpu", version), False)
         assert not left_behind.exists()
-    (warning,) = recwarn
-    assert str(warning.message).startswith(f"vLLM {UNKNOWN_VERSION} is installed, but rollout/")
+    messages = [str(warning.message) for warning in recwarn]
+    # Importing vLLM may warn, too.
+    (message,) = [message for message in messages if message.startswith("vLLM ")]
+    assert message.startswith(f"vLLM {UNKNOWN_VERSION} is installed, but rollout/")
 
 
 def test_the_capture_of_graphs_is_printed_and_nothing_else(one_rank, capsys):
