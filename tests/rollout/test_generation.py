@@ -112,6 +112,7 @@ def continued(rollout: Rollout) -> list[dict]:
     tokens = [[] for _ in PROMPTS]
     running = list(range(len(PROMPTS)))
     while running:
+        assert len(parts) < len(PROMPTS), "at least one is complete in each part"
         num_calls = 0
         goal = min(2, len(running))
 
