@@ -3,6 +3,7 @@
 One engine without a model serves all cases. test_rollout.py and others run vLLM with models.
 """
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def run_cases(given, model: Path) -> dict:
     rollout = given.start(load("ppo.yaml", [f"model.path={model}", *SETTINGS]))
     run_cases.rollout = rollout  # until this process ends: vLLM would leave its process group
     executor = rollout.llm.llm_engine.model_executor
-    results = {"started": executor.weights}
+    results = {}
     update(rollout)
     results["closed"] = generate(rollout)
     results["closed batch"] = rollout.closed_batch_share
@@ -82,6 +83,12 @@ def run_cases(given, model: Path) -> dict:
     results["log-probs"] = rollout.log_probs(scored_batch(), 0.7)
     results["scored"] = [(r.prompt, r.params) for r in executor.admitted]
     results["kept"] = len(rollout.recorder.kept)
+    slot_routes = rollout.recorder.slot_routes
+    results["slots"] = [slot_routes.slots is not None]
+    rollout.sleep()
+    results["slots"].append(slot_routes.slots is not None)
+    results["rounds"] = rounds(rollout)
+    results["rounds with an adapter"] = rounds_with_adapter(rollout)
     return results
 
 
@@ -147,6 +154,111 @@ def continued(rollout: Rollout) -> list[dict]:
             tokens[i] += responses.row(row)[0].tolist()
         running = [i for row, i in enumerate(running) if row not in reasons]
     return parts
+
+
+class Recorded:
+    """Memory and an adapter whose calls are written down, and do nothing.
+
+    They stand for classes of rollout/vllm/device_memory.py, and for Adapter.
+    """
+
+    def __init__(self):
+        self.calls: list[str] = []
+
+    def free(self, keep_weights: bool) -> None:
+        self.calls.append("free the cache" if keep_weights else "free all")
+
+    def restore(self, part: str, are_weights_valid: bool) -> None:
+        self.calls.append(f"restore {'valid ' * are_weights_valid}{part}")
+
+    def forget_host_copies(self) -> None:
+        self.calls.append("forget copies")
+
+    @contextmanager
+    def unwrapped(self):
+        self.calls.append("unwrap")
+        yield
+        self.calls.append("wrap")
+
+    def register(self) -> None:
+        self.calls.append("register")
+
+    def update(self, matrices: dict) -> None:
+        self.calls.append(f"update {list(matrices)}")
+
+    def take(self) -> list[str]:
+        calls = self.calls
+        self.calls = []
+        return calls
+
+    def export(self):
+        """Yield two weights."""
+        for name in ("a", "b"):
+            self.calls.append(f"send {name}")
+            yield name, torch.ones(1)
+
+
+def rounds(rollout: Rollout) -> list[list[str]]:
+    """Return the calls of two rounds, and of an update that fails; vLLM sleeps at first."""
+    recorded = Recorded()
+    rollout.memory = recorded
+    rollout.closed_batch_share = 0.25
+    calls = []
+    for _ in range(2):
+        rollout.wake("weights")
+        rollout.wake("weights")
+        rollout.update_weights(recorded.export())
+        rollout.wake("kv_cache")
+        metrics = rollout.sleep()
+        rollout.sleep()
+        calls.append(recorded.take())
+    calls.append([f"{name} {value}" for name, value in metrics.items()])
+    rollout.wake("weights")
+    rollout.update_weights(recorded.export())
+    with pytest.raises(ZeroDivisionError):
+        rollout.update_weights((name, 1 / 0) for name in ("a", "b"))
+    calls.append(["is current" if rollout.is_current else "is not current"])
+    rollout.sleep()
+    return calls
+
+
+def rounds_with_adapter(rollout: Rollout) -> dict:
+    """Return the calls of rounds with a separate adapter, whose base is updated once."""
+    recorded = Recorded()
+    rollout.memory = recorded
+    rollout.adapter = recorded
+    rollout.sync.adapter = recorded
+    rollout.needed = {"base", "adapter"}
+    executor = rollout.llm.llm_engine.model_executor
+    executor.admitted.clear()
+    calls = []
+    rollout.wake("weights")
+    rollout.update_weights(recorded.export())
+    states = [(rollout.has_base, rollout.is_current)]
+    for _ in range(2):
+        rollout.wake("weights")
+        rollout.update_adapter(recorded.export())
+        states.append((rollout.has_base, rollout.is_current))
+        rollout.wake("kv_cache")
+        rollout.generate([prompts()[2]], [0], sampling())
+        rollout.sleep()
+        states.append((rollout.has_base, rollout.is_current))
+        calls.append(recorded.take())
+    rollout.wake("weights")
+    rollout.sleep()
+    rollout.wake("weights")
+    rollout.update_adapter(recorded.export())
+    recorded.take()
+    recorded.update = lambda matrices: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        rollout.update_adapter(recorded.export())
+    states.append((rollout.has_base, rollout.is_current))
+    recorded.take()
+    # The process group is still needed.
+    rollout.llm.llm_engine.engine_core.shutdown = lambda: recorded.calls.append("shut down")
+    rollout.shutdown()
+    calls.append(recorded.take())
+    return {"calls": calls, "states": states, "cached": [r.num_cached for r in executor.admitted]}
 
 
 def begins(rollout: Rollout) -> list[bool]:
@@ -215,7 +327,6 @@ def test_requests_have_their_own_seeds_and_the_sampling_of_the_call(cases):
 
 
 def test_blocks_of_prompts_do_not_outlive_the_weights(cases):
-    assert cases["started"] == [["norm"], ["norm"]], "once before the first batch, once later"
     # All but the last of the prompt's four blocks: vLLM computes the last token again.
     assert cases["cached"] == [0, 12, 0], "tokens of a prompt at first, again, and with new weights"
 
@@ -224,6 +335,7 @@ def test_blocks_of_prompts_do_not_outlive_the_weights(cases):
 def test_responses_continue_until_they_are_complete(given, cases, scheduler):
     parts = cases[f"continued, {scheduler}"]
     assert len(parts) > 3
+    assert any(parts[1]["num_drawn"]), "responses that were interrupted keep their tokens"
     reasons = {}
     drawn = {i: ([], []) for i in range(len(PROMPTS))}
     for part in parts:
@@ -294,3 +406,37 @@ def test_log_probs_of_tokens_follow_their_own_prompts(given, cases):
     assert [(prompt, params.logprob_token_ids[0]) for prompt, params in cases["scored"]] == scored
     assert {params.temperature for _, params in cases["scored"]} == {0.7}
     assert cases["kept"] == 0, "no experts of these tokens are kept"
+
+
+def test_the_memory_for_experts_sleeps_too(cases):
+    assert cases["slots"] == [True, False]
+
+
+def test_memory_is_freed_once_and_restored_before_it_is_written(cases):
+    first, second, metrics, after_error = cases["rounds"]
+    before_generating = ["restore weights", "forget copies", "send a", "send b"]
+    assert first == second == [*before_generating, "restore valid kv_cache", "free all"]
+    assert metrics == ["rollout/closed_batch 0.25"]
+    assert after_error == ["is not current"]
+
+
+def test_with_a_separate_adapter_the_base_stays_valid_from_round_to_round(cases):
+    """Only the adapter is sent again, and no block of a prompt outlives it."""
+    result = cases["rounds with an adapter"]
+    first, second, shutdown = result["calls"]
+    sent = ["send a", "send b"]
+    of_base = ["restore weights", "forget copies", "unwrap", *sent, "wrap", "register"]
+    of_adapter = [*sent, "update ['a', 'b']", "restore valid kv_cache", "free the cache"]
+    assert first == [*of_base, *of_adapter]
+    assert second == ["restore valid weights", *of_adapter]
+    # (the base is valid, and so is the adapter)
+    assert result["states"] == [
+        (True, False),  # base
+        (True, True),  # adapter
+        (True, False),  # asleep
+        (True, True),
+        (True, False),
+        (True, False),  # after an update that failed
+    ]
+    assert result["cached"] == [0, 0]
+    assert shutdown == ["restore valid kv_cache", "shut down"], "what sleeps is woken first"
