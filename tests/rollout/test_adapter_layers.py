@@ -76,7 +76,7 @@ def run_cases(wrapped_layers, path: Path) -> dict:
     views = {name: inside_a_storage(x) for name, x in random_matrices(shapes, 2).items()}
     adapter.update(views)
     results["second effects"] = effects()
-    wrapped_layers.map_tokens(model, 0)
+    wrapped_layers.map_tokens(model, have_adapter=False)
     results["without"] = wrapped_layers.Outputs.of(model).effects
 
     results["slept"] = sleep_and_wake(wrapped_layers, model, adapter.forget_mapping)
@@ -86,9 +86,7 @@ def run_cases(wrapped_layers, path: Path) -> dict:
     results["wrapped again"] = effects()
 
     results["rows"] = rows_of_views(model, adapter)
-    with pytest.raises(LayoutError) as error:
-        adapter.base_weights(torch.bfloat16)
-    results["another dtype"] = str(error.value)
+    results["layouts"] = layout_errors(model, adapter)
     adapter.register()
     results["registered again"] = effects()
     results["active"] = (list(manager.list_adapters()), manager.lora_index_to_id)
@@ -139,6 +137,27 @@ def rows_of_views(model, adapter: Adapter) -> dict[str, list[str]]:
             assert (columns == columns[:, :1]).all()
             rows[vllm_name] = [names[int(number)] for number in columns[:, 0].tolist()]
     return rows
+
+
+def layout_errors(model, adapter: Adapter) -> dict[str, str]:
+    """Return the errors where vLLM's layout would differ from that of the model's files."""
+    load_weights = model.load_weights
+
+    def load_twice(weights) -> None:
+        weights = list(weights)
+        load_weights(iter(weights))
+        load_weights(iter(weights))
+
+    loaders = {"another dtype": load_weights, "copied twice": load_twice, "left out": list}
+    errors = {}
+    for name, loader in loaders.items():
+        model.load_weights = loader
+        dtype = torch.bfloat16 if name == "another dtype" else torch.float32
+        with pytest.raises(LayoutError) as error:
+            adapter.base_weights(dtype)
+        errors[name] = str(error.value)
+    model.load_weights = load_weights
+    return errors
 
 
 def parts_of(layer_name: str) -> list[str]:
@@ -215,8 +234,10 @@ def test_views_of_the_base_are_the_rows_of_their_weights(cases):
                 assert rows.count(name) == b_shape[0]
 
 
-def test_a_base_in_another_dtype_cannot_be_shared(cases):
-    assert cases["another dtype"].startswith("vLLM stores model.embed_tokens.weight in a different")
+def test_a_base_in_another_layout_cannot_be_shared(cases):
+    assert cases["layouts"].keys() == {"another dtype", "copied twice", "left out"}
+    for error in cases["layouts"].values():
+        assert error.startswith("vLLM stores model.embed_tokens.weight in a different layout")
 
 
 def test_an_adapter_that_is_registered_again_is_zero(cases):

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.utils import (
 )
 
 from rollout.vllm import cpu
-from rollout.vllm.adapters import ADAPTER_ID
+from rollout.vllm.adapters import lora_request
 from rollout.vllm.arguments import Host, engine_arguments
 
 NUM_TOKENS = 5
@@ -59,9 +59,9 @@ def build(config: DictConfig) -> tuple[nn.Module, list[str]]:
     return model, names
 
 
-def map_tokens(model: nn.Module, adapter_id: int = ADAPTER_ID) -> None:
-    """Let the next tokens use an adapter, or none (0), as vLLM does before each step."""
-    ids = (adapter_id,) * NUM_TOKENS
+def map_tokens(model: nn.Module, have_adapter: bool = True) -> None:
+    """Let the next tokens use the adapter of requests, or none, as vLLM does before each step."""
+    ids = (lora_request().lora_int_id if have_adapter else 0,) * NUM_TOKENS
     model.lora_manager.set_adapter_mapping(LoRAMapping(ids, ids, is_prefill=True))
 
 
