@@ -4,6 +4,7 @@ Engine, scheduler, output processor and routers are vLLM's own. Importing this t
 vLLM does.
 """
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -40,9 +41,10 @@ NUM_EXPERTS = 8
 def given_token(first: int, position: int) -> int:
     """Return the token at a position of the sequence that begins with the token `first`.
 
-    Sequences end at the position `first`, if it is less than 100.
+    Sequences end at the position `first`. All other tokens are printable ASCII characters in the
+    tokenizer of examples/arithmetic.py.
     """
-    return END if position == first else 100 + (31 * first + 7 * position) % 100
+    return END if position == first else 20 + (31 * first + 7 * position) % 80
 
 
 def given_log_prob(first: int, position: int, token: int = 0) -> float:
@@ -163,9 +165,18 @@ class GivenTokens(Executor):
             request = self.request_of[name]
             end = num_computed[name] + scheduled.num_scheduled_tokens[name]
             positions += [(name, position) for position in range(num_computed[name], end)]
+            token = given_token(request.first, end)
             scored = request.params.logprob_token_ids or []
-            token_ids.append([given_token(request.first, end), *scored])
-            log_probs.append([given_log_prob(request.first, end, token) for token in (0, *scored)])
+            num_others = max((request.params.logprobs or 0) - 1, 0)
+            # If candidates are asked for, the token itself is the only one that was possible.
+            candidates = [token, *range(num_others)] if request.params.logprobs else []
+            token_ids.append([token, *candidates, *scored])
+            log_probs.append(
+                [given_log_prob(request.first, end)]
+                + [0.0] * bool(candidates)
+                + [-math.inf] * num_others
+                + [given_log_prob(request.first, end, token) for token in scored]
+            )
         self.record(positions)
         return ModelRunnerOutput(
             req_ids=names,

@@ -13,9 +13,12 @@ from omegaconf import OmegaConf
 from config import load
 from data.batching.batch import Batch, make_cu_seqlens
 from engines.model.routes import FIELD, no_route
+from examples.arithmetic import make_tokenizer
 from rollout.responses import Responses
+from rollout.vllm.adapters import lora_request
 from rollout.vllm.continuing import ContinuingRollout
 from rollout.vllm.engine import Rollout
+from rollout.vllm.sampling import NUM_TIES
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
 
@@ -28,6 +31,8 @@ SETTINGS = [
     f"validation.max_tokens={MAX_TOKENS}",
     "rollout.max_num_seqs=4",
     "rollout.routing_replay=true",
+    "rollout.stop=[unused]",  # so that vLLM has a tokenizer
+    "rollout.top_k=2",
 ]
 # The first token of each prompt, and its length. A sequence ends at the position of its first
 # token, so some responses have a single token, and others reach MAX_TOKENS.
@@ -46,7 +51,8 @@ def given():
 @pytest.fixture(scope="module")
 def cases(given, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("generation")
-    model = make_model(folder / "model", "qwen3_moe", vocab_size=258, eos_token_id=given.END)
+    model = make_model(folder / "model", "qwen3_moe", vocab_size=262, eos_token_id=given.END)
+    make_tokenizer().save_pretrained(model)
     (results,) = on_ranks(1, folder, run_cases, given, model)
     return results
 
@@ -58,8 +64,10 @@ def run_cases(given, model: Path) -> dict:
     executor = rollout.llm.llm_engine.model_executor
     results = {}
     update(rollout)
+    rollout.drafts.counts[:] = 5
     results["closed"] = generate(rollout)
     results["closed batch"] = rollout.closed_batch_share
+    results["drafts"] = rollout.drafts.counts.tolist()
     results["requests"] = [(r.first, r.params) for r in executor.admitted]
     executor.admitted.clear()
     for _ in range(2):
@@ -83,6 +91,8 @@ def run_cases(given, model: Path) -> dict:
     results["log-probs"] = rollout.log_probs(scored_batch(), 0.7)
     results["scored"] = [(r.prompt, r.params) for r in executor.admitted]
     results["kept"] = len(rollout.recorder.kept)
+    results["stopped"] = stopped(rollout, given)
+    results["with adapter"] = lora_errors(rollout)
     slot_routes = rollout.recorder.slot_routes
     results["slots"] = [slot_routes.slots is not None]
     rollout.sleep()
@@ -114,6 +124,7 @@ def generate(rollout: Rollout) -> tuple[Batch, torch.Tensor]:
 def continued(rollout: Rollout) -> list[dict]:
     """Generate parts of responses, until all are complete; return what each part was."""
     continuing = ContinuingRollout(rollout)
+    executor = rollout.llm.llm_engine.model_executor
     engine_core = rollout.llm.llm_engine.engine_core.engine_core
     parts = []
     tokens = [[] for _ in PROMPTS]
@@ -128,10 +139,12 @@ def continued(rollout: Rollout) -> list[dict]:
             num_calls += 1
             return len(ended) >= goal
 
+        executor.admitted.clear()
         texts = [prompts()[i] + tokens[i] for i in running]
         num_drawn = [len(tokens[i]) for i in running]
         seeds = [SEEDS[i] for i in running]
-        responses, reasons = continuing.generate(texts, seeds, num_drawn, sampling(), is_enough)
+        arguments = (seeds, num_drawn, sampling(top_k=2), is_enough)
+        responses, reasons = continuing.generate(texts, *arguments)
         parts.append(
             {
                 "running": running,
@@ -148,6 +161,7 @@ def continued(rollout: Rollout) -> list[dict]:
                     len(rollout.recorder.kept),
                 ),
                 "closed": rollout.closed_batch_share,
+                "requests": [(r.first, r.params) for r in executor.admitted],
             }
         )
         for row, i in enumerate(running):
@@ -231,7 +245,9 @@ def rounds_with_adapter(rollout: Rollout) -> dict:
     rollout.needed = {"base", "adapter"}
     executor = rollout.llm.llm_engine.model_executor
     executor.admitted.clear()
-    calls = []
+    rollout.wake("weights")
+    rollout.sleep()
+    calls = [recorded.take()]
     rollout.wake("weights")
     rollout.update_weights(recorded.export())
     states = [(rollout.has_base, rollout.is_current)]
@@ -259,6 +275,33 @@ def rounds_with_adapter(rollout: Rollout) -> dict:
     rollout.shutdown()
     calls.append(recorded.take())
     return {"calls": calls, "states": states, "cached": [r.num_cached for r in executor.admitted]}
+
+
+def stopped(rollout: Rollout, given) -> tuple[list[list[int]], dict[int, str]]:
+    """Continue a response of which two of a stop string's three tokens were drawn, and begin one
+    whose stop string is the same.
+    """
+    first, start = PROMPTS[0]
+    tokens = [given.given_token(first, start + i) for i in range(3)]
+    stop = make_tokenizer().decode(tokens)
+    assert len(stop) == 3
+    texts = [prompts()[0] + tokens[:2], prompts()[11]]
+    responses, reasons = ContinuingRollout(rollout).generate(
+        texts, [0, 1], [2, 0], sampling(stop=[stop]), lambda ended: False
+    )
+    return [responses.row(i)[0].tolist() for i in range(2)], reasons
+
+
+def lora_errors(rollout: Rollout) -> list[str]:
+    """Return vLLM's errors, since this engine has no adapters, for requests with one."""
+    errors = []
+    rollout.lora_request = lora_request()
+    for call in (generate, lambda rollout: rollout.log_probs(scored_batch(), 1.0)):
+        with pytest.raises(Exception, match="LoRA is not enabled") as error:
+            call(rollout)
+        errors.append(str(error.value))
+    rollout.lora_request = None
+    return errors
 
 
 def begins(rollout: Rollout) -> list[bool]:
@@ -317,6 +360,16 @@ def test_the_share_of_steps_is_that_of_the_last_batch(cases):
     assert cases["closed batch of an open one"] == 0
 
 
+def test_drafts_are_counted_anew_in_each_batch(cases):
+    assert cases["drafts"] == [0, 0, 0, 0]
+
+
+def test_all_requests_name_the_adapter(cases):
+    for error in cases["with adapter"]:
+        assert "lora_name='policy', lora_int_id=1" in error
+    assert len(cases["with adapter"]) == 2, "of generate() and of log_probs()"
+
+
 def test_requests_have_their_own_seeds_and_the_sampling_of_the_call(cases):
     assert sorted(first for first, _ in cases["requests"]) == sorted(first for first, _ in PROMPTS)
     seed_of = {first: seed for (first, _), seed in zip(PROMPTS, SEEDS)}
@@ -346,7 +399,11 @@ def test_responses_continue_until_they_are_complete(given, cases, scheduler):
         assert num_calls - num_steps == (len(part["reasons"]) < len(part["running"]))
         for row, i in enumerate(part["running"]):
             assert part["num_drawn"][row] == len(drawn[i][0])
-            tokens, log_probs, _ = part["rows"][row]
+            tokens, log_probs, candidates = part["rows"][row]
+            # Each was drawn from itself alone, of two candidates and NUM_TIES more.
+            assert [c[:2] for c in candidates.tolist()] == [[token, token] for token in tokens]
+            assert candidates.shape == (len(tokens), 1 + 2 + NUM_TIES)
+            assert (candidates[:, 2:] == -1).all()
             drawn[i][0].extend(tokens.tolist())
             drawn[i][1].extend(log_probs.tolist())
             if row in part["reasons"]:
@@ -358,6 +415,23 @@ def test_responses_continue_until_they_are_complete(given, cases, scheduler):
         assert tokens == response
         assert log_probs == pytest.approx(log_probs_of(given, first, start, len(response)))
         assert reasons[i] == ("stop" if response[-1] == given.END else "length")
+
+
+@pytest.mark.parametrize("scheduler", ["closed", "open"])
+def test_a_response_keeps_its_seed_and_the_limit_of_its_whole_length(cases, scheduler):
+    seed_of = {first: seed for (first, _), seed in zip(PROMPTS, SEEDS)}
+    for part in cases[f"continued, {scheduler}"]:
+        num_drawn = {PROMPTS[i][0]: num for i, num in zip(part["running"], part["num_drawn"])}
+        for first, params in part["requests"]:
+            assert params.seed == seed_of[first]
+            assert params.max_tokens == MAX_TOKENS - num_drawn[first]
+
+
+def test_a_stop_string_may_begin_before_the_interruption(cases):
+    """The first response continues within a stop string of three tokens; the second one is new."""
+    tokens, reasons = cases["stopped"]
+    assert reasons == {0: "stop", 1: "length"}
+    assert [len(of_row) for of_row in tokens] == [1, MAX_TOKENS]
 
 
 @pytest.mark.parametrize("scheduler", ["closed", "open"])
@@ -423,7 +497,8 @@ def test_memory_is_freed_once_and_restored_before_it_is_written(cases):
 def test_with_a_separate_adapter_the_base_stays_valid_from_round_to_round(cases):
     """Only the adapter is sent again, and no block of a prompt outlives it."""
     result = cases["rounds with an adapter"]
-    first, second, shutdown = result["calls"]
+    without_base, first, second, shutdown = result["calls"]
+    assert without_base == ["restore weights", "free all"]
     sent = ["send a", "send b"]
     of_base = ["restore weights", "forget copies", "unwrap", *sent, "wrap", "register"]
     of_adapter = [*sent, "update ['a', 'b']", "restore valid kv_cache", "free the cache"]

@@ -173,9 +173,9 @@ result = [os.getpid(), child.pid]
     worker.send({"code": "import re; re.match('(a*)*b', 'a' * 40)"}, SECONDS, [0])
     os.close(worker.lifeline)
     worker.lifeline = os.open(os.devnull, os.O_RDONLY)  # for kill() to close
+    wait_until_ended(pids)
     assert worker.receive() is None
     assert worker.ending == Ending("died", "ended by signal SIGKILL (out of memory?)")
-    wait_until_ended(pids)
 
 
 def test_async_calls_run_at_the_same_time(output):
