@@ -54,6 +54,11 @@ def score(prompt, response, row):
 def step_score(response):
     rest = 0.5 if len(response) > 3 else 0.0
     return 1.0, [(2, 0.25), (len(response), rest)]
+
+def parts_score(response, row):
+    if row["number"] == 6 and response.endswith("0"):
+        raise ValueError("no reward")
+    return {"first" if row["number"] == 6 else "other": 1.0}
 """
 SAMPLING = SimpleNamespace(n=NUM_SAMPLES, stop=[])
 
@@ -103,13 +108,13 @@ def generate_by_hand(request: Request, assignment: Assignment) -> Generation:
 
 
 class HandmadeRollout:
-    """Two replicas, which know what to respond to a seed. Each of their drafts has other counts."""
+    """One of several replicas. It knows what to respond to a seed, and is slower than the first."""
 
     drafter = "ngram"
 
-    def __init__(self):
-        self.replica = dist.get_rank()
-        self.num_replicas = 2
+    def __init__(self, num_replicas: int):
+        self.num_replicas = num_replicas
+        self.replica = dist.get_rank() * num_replicas // dist.get_world_size()
         # One step with drafts, of 4 tokens, of which 2 and 4 were accepted, and kept 1 and 3.
         counts = [1, 4, 2 + 2 * self.replica, 1 + 2 * self.replica]
         self.drafts = SimpleNamespace(counts=torch.tensor(counts))
@@ -120,7 +125,7 @@ class HandmadeRollout:
 
     def generate(self, prompts, seeds, sampling) -> tuple[Batch, torch.Tensor]:
         assert sampling is SAMPLING
-        time.sleep(0.1)
+        time.sleep(0.02 + 0.3 * self.replica)
         indices = [self.response_of_seed[seed] for seed in seeds]
         rows = [ROWS[i // NUM_SAMPLES] for i in indices]
         assert prompts == [[3 + row] * (row + 1) for row in rows]
@@ -130,9 +135,9 @@ class HandmadeRollout:
         return generation.batch, generation.truncated
 
 
-def draw_at_once(config) -> tuple[Samples, list[int]]:
+def draw_at_once(config, num_replicas: int) -> tuple[Samples, list[int]]:
     """Return the samples of Sampler.draw(), and the counts of this rank's drafts after it."""
-    rollout = HandmadeRollout()
+    rollout = HandmadeRollout(num_replicas)
     with closing(Grader(config)) as grader:
         sampler = Sampler(rollout, grader, make_tokenizer(), None, MAX_FAILURE_RATE, True)
         return sampler.draw(make_request(), Profiler()), rollout.drafts.counts.tolist()
@@ -249,7 +254,7 @@ def test_all_ranks_know_the_numbers_and_one_rank_the_tokens(draw, num_ranks, num
 
 def test_a_draw_leaves_out_what_was_not_graded(config, draw, tmp_path):
     """Apart from that, it has what its steps would have, one after the other."""
-    drawn = on_ranks(2, tmp_path, draw_at_once, config)
+    drawn = on_ranks(2, tmp_path, draw_at_once, config, 2)
     for rank, (samples, counts) in enumerate(drawn):
         expected, is_graded, *_ = draw(2, 2)[rank]
         expected = expected.select(is_graded)
@@ -266,15 +271,31 @@ def test_a_draw_leaves_out_what_was_not_graded(config, draw, tmp_path):
         assert samples.metrics["mtp/accept_rate"] == 6 / 8
         assert samples.metrics["mtp/accept_length"] == 1 + 4 / 2
         assert counts == [1, 4, 2 + 2 * rank, 1 + 2 * rank], "of this replica, as before"
-        # Both take about as long.
-        assert 0 <= samples.metrics["perf/rollout_idle"] <= samples.metrics["perf/rollout_idle_max"]
-        assert samples.metrics["perf/rollout_idle_max"] < 0.9
+        # The first replica waits for the second.
+        idle = samples.metrics["perf/rollout_idle_max"]
+        assert 0.1 < idle < 1
+        assert samples.metrics["perf/rollout_idle"] == pytest.approx(idle / 2)
+
+
+def test_rewards_with_other_parts_than_the_first_are_failures_on_all_ranks(config, tmp_path):
+    """The first reward is that of the second response, whichever rank has it."""
+    function = config.reward.function.replace(":score", ":parts_score")
+    with_parts = OmegaConf.merge(config, {"reward": {"function": function}})
+    for samples, _ in on_ranks(2, tmp_path, draw_at_once, with_parts, 2):
+        assert samples.group.tolist() == [FIRST_GROUP]
+        assert samples.parts.keys() == {"first"}
+        kinds = [failure.kind for failure in samples.failures]
+        assert kinds == ["raised"] + 8 * ["different parts"]
+        texts = [failure.response for failure in samples.failures]
+        assert texts == [response_text(i) for i in (0, *range(2, 10))], "in their order"
 
 
 def test_rewards_of_steps_are_at_the_last_tokens_of_the_steps(config, tmp_path):
+    """Two ranks of one replica generate all responses, and each grades some of them."""
     settings = {"function": config.reward.function.replace(":score", ":step_score")}
     with_steps = OmegaConf.merge(config, {"reward": settings | {"step_rewards": True}})
-    for samples, _ in on_ranks(2, tmp_path, draw_at_once, with_steps):
+    for samples, _ in on_ranks(2, tmp_path, draw_at_once, with_steps, 1):
+        assert samples.truncated.tolist() == [i % 3 == 0 for i in range(len(samples))]
         for number, i in enumerate(samples.held.tolist()):
             text = response_text(i)
             rest = 0.5 if len(text) > 3 else 0.0
