@@ -96,6 +96,7 @@ class GivenTokens(Executor):
     Attributes:
         admitted: all requests.
         preempted: the requests that were preempted, and have not been computed again.
+        num_encoder_resets: how often the features of images were forgotten.
         num_steps: the steps with tokens.
     """
 
@@ -107,6 +108,7 @@ class GivenTokens(Executor):
         self.worker = SimpleNamespace(use_v2_model_runner=True)
         self.admitted: list[Admitted] = []
         self.preempted: set[str] = set()
+        self.num_encoder_resets = 0
         self.num_steps = 0
         self.request_of: dict[str, Admitted] = {}
         self.blocks_of: dict[str, list[int]] = {}
@@ -143,8 +145,11 @@ class GivenTokens(Executor):
         return function(self.model)
 
     def answer_reload_weights(self, weights_iterator) -> None:
-        for _ in weights_iterator:
-            pass
+        """Take the first weight, as vLLM may stop when its layers are complete."""
+        next(weights_iterator)
+
+    def answer_reset_encoder_cache(self) -> None:
+        self.num_encoder_resets += 1
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False):
         self.output = self.draw(scheduler_output)

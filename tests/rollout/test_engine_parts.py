@@ -235,3 +235,60 @@ def test_experts_are_kept_with_the_first_layers_that_keep_all_tokens():
     assert full_attention_group(KVCacheConfig(9, [], [windows, full, full])) == 1
     with pytest.raises(InputError, match="needs a model with full attention in some layer"):
         full_attention_group(KVCacheConfig(9, [], [windows]))
+
+
+@pytest.fixture(scope="module")
+def given():
+    from tests.rollout import given_tokens  # imports vLLM, which takes seconds
+
+    return given_tokens
+
+
+@pytest.fixture
+def slot_routes(given):
+    """The experts of two layers, one per token, with a cache of three blocks of four slots."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from rollout.vllm.routing_worker import SlotRoutes
+
+    spec = FullAttentionSpec(4, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    kv_cache_config = KVCacheConfig(3, [], [KVCacheGroupSpec(["layer"], spec)])
+    layers = torch.nn.ModuleList()
+    for _ in range(2):
+        layer = torch.nn.Module()
+        layer.router = given.GivenRouter(1, 8)
+        wrapper = torch.nn.Module()
+        wrapper.base_layer = layer
+        wrapper.router = layer.router
+        layers.append(wrapper)
+    slot_routes = SlotRoutes(layers, kv_cache_config, 16, torch.device("cpu"))
+    slot_routes.layers = layers
+    return slot_routes
+
+
+def record(slot_routes, experts: list[int], slots: list[int]) -> None:
+    """Let the routers choose these experts, and ten more in the second layer, and record them."""
+    for number, layer in enumerate(slot_routes.layers):
+        layer.router.experts = torch.tensor(experts)[:, None] + 10 * number
+        layer.router._select_experts(None, None)
+    slot_routes.record(SimpleNamespace(slot_mappings={"layer": torch.tensor(slots)}))
+
+
+def test_experts_are_read_in_the_order_of_the_blocks(slot_routes):
+    """A layer that is wrapped, as for adapters, counts once."""
+    assert slot_routes.shape == (2, 1)
+    record(slot_routes, [1, 2, 3, 4, 5, 6], [8, 9, 10, 11, 0, 1])
+    record(slot_routes, [7, 0], [2, -1])
+    read = slot_routes.read([2, 0])[:, :, 0].tolist()
+    missing = [MISSING, MISSING]
+    assert read == [[1, 11], [2, 12], [3, 13], [4, 14], [5, 15], [6, 16], [7, 17], missing]
+
+
+def test_experts_are_kept_while_vllm_is_awake_and_steps_in_a_sleep_leave_none(slot_routes):
+    record(slot_routes, [1], [4])
+    slot_routes.allocate()
+    assert slot_routes.read([1])[0].flatten().tolist() == [1, 11]
+    slot_routes.free()
+    record(slot_routes, [2], [4])
+    slot_routes.allocate()
+    assert (slot_routes.read([1]) == MISSING).all()

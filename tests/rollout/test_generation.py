@@ -218,6 +218,8 @@ def rounds(rollout: Rollout) -> list[list[str]]:
     rollout.memory = recorded
     rollout.closed_batch_share = 0.25
     calls = []
+    executor = rollout.llm.llm_engine.model_executor
+    executor.num_encoder_resets = 0
     for _ in range(2):
         rollout.wake("weights")
         rollout.wake("weights")
@@ -227,6 +229,7 @@ def rounds(rollout: Rollout) -> list[list[str]]:
         rollout.sleep()
         calls.append(recorded.take())
     calls.append([f"{name} {value}" for name, value in metrics.items()])
+    calls.append([f"{executor.num_encoder_resets} encoder resets"])
     rollout.wake("weights")
     rollout.update_weights(recorded.export())
     with pytest.raises(ZeroDivisionError):
@@ -487,10 +490,12 @@ def test_the_memory_for_experts_sleeps_too(cases):
 
 
 def test_memory_is_freed_once_and_restored_before_it_is_written(cases):
-    first, second, metrics, after_error = cases["rounds"]
+    """All weights are sent, although vLLM takes only the first: other ranks wait for the rest."""
+    first, second, metrics, resets, after_error = cases["rounds"]
     before_generating = ["restore weights", "forget copies", "send a", "send b"]
     assert first == second == [*before_generating, "restore valid kv_cache", "free all"]
     assert metrics == ["rollout/closed_batch 0.25"]
+    assert resets == ["2 encoder resets"], "features of images were computed with old weights"
     assert after_error == ["is not current"]
 
 
@@ -500,7 +505,7 @@ def test_with_a_separate_adapter_the_base_stays_valid_from_round_to_round(cases)
     without_base, first, second, shutdown = result["calls"]
     assert without_base == ["restore weights", "free all"]
     sent = ["send a", "send b"]
-    of_base = ["restore weights", "forget copies", "unwrap", *sent, "wrap", "register"]
+    of_base = ["restore weights", "forget copies", "unwrap", "send a", "wrap", "send b", "register"]
     of_adapter = [*sent, "update ['a', 'b']", "restore valid kv_cache", "free the cache"]
     assert first == [*of_base, *of_adapter]
     assert second == ["restore valid weights", *of_adapter]
