@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from config import InputError, load
 from engines.model.hf import build_on_meta, read_hf_config
-from rollout.vllm import adapters, speculation, startup
+from rollout.vllm import adapters, routing, speculation, startup
 from rollout.vllm.arguments import MAX_PREFILL_TOKENS, Host, engine_arguments
 from rollout.vllm.capacity import max_num_seqs
 from rollout.vllm.sampling import validation_sampling
@@ -122,6 +122,38 @@ def test_as_many_sequences_as_fit_in_memory(folder, num_drafted):
     assert max_num_seqs(begun_in_advance, 4, 0) == 8 * 3, "1.5 times 5 prompts, rounded up"
     tight = make_config(folder / "capacity", *settings, "rollout.kv_cache_gib=0.001")
     assert max_num_seqs(tight, 2, GPU_BYTES) == int(0.001 * 2**30 / (125 * kv_bytes))
+
+
+@pytest.mark.parametrize("rank, max_lora_rank", [(1, 1), (4, 8), (8, 8), (9, 16)])
+def test_vllm_has_room_for_adapters_of_at_least_their_rank(folder, rank, max_lora_rank):
+    """vLLM takes only some ranks: larger ones would slow down every layer."""
+    config = make_config(folder / "dense", f"model.lora.rank={rank}")
+    arguments = engine_arguments(config, make_host("cpu"), shares_base=False)
+    assert arguments["max_lora_rank"] == max_lora_rank
+    assert arguments["max_loras"] == 1
+
+
+def test_a_request_of_an_episode_may_have_stop_strings_of_its_own(folder):
+    config = make_config(folder / "dense")
+    assert engine_arguments(config, make_host("cpu"), False)["skip_tokenizer_init"] is True
+    settings = ["rollout.episode=agent.py:play", "rollout.max_episode_tokens=150"]
+    with_episodes = make_config(folder / "dense", *settings)
+    assert engine_arguments(with_episodes, make_host("cpu"), False)["skip_tokenizer_init"] is False
+
+
+def test_experts_are_recorded_by_another_worker(folder):
+    config = make_config(folder / "experts", "rollout.routing_replay=true")
+    assert engine_arguments(config, make_host("cpu"), False)["worker_cls"] == routing.WORKER
+    without_replay = engine_arguments(make_config(folder / "experts"), make_host("cpu"), False)
+    assert "worker_cls" not in without_replay
+
+
+def test_a_replica_decodes_its_share_of_a_batch_at_once(folder):
+    """Of 10 prompts, one of four ranks gets up to 3, and a replica of two ranks all of its 5."""
+    settings = ["data.train_batch_size=10", "rollout.n=2", "rollout.kv_cache_gib=10"]
+    for tp_size, num_prompts in ((1, 3), (2, 5)):
+        tp = f"rollout.tensor_parallel_size={tp_size}"
+        assert max_num_seqs(make_config(folder / "dense", *settings, tp), 4, 0) == 2 * num_prompts
 
 
 def test_sequences_of_episodes_are_as_long_as_an_episode(folder):

@@ -13,7 +13,7 @@ from engines.model.routes import no_route
 from rollout.vllm.continuing import RandomStreams
 from rollout.vllm.device_memory import CpuMemory, OwnMemory, SharedMemory
 from rollout.vllm.engine import MAX_GROWTH_GIB, Rollout
-from rollout.vllm.routing import KeptRoutes, RouteRecorder
+from rollout.vllm.routing import WORKER, KeptRoutes, RouteRecorder
 from tests.support.models import make_image_model
 from tests.support.ranks import on_ranks
 
@@ -272,6 +272,12 @@ def record(slot_routes, experts: list[int], slots: list[int]) -> None:
         layer.router.experts = torch.tensor(experts)[:, None] + 10 * number
         layer.router._select_experts(None, None)
     slot_routes.record(SimpleNamespace(slot_mappings={"layer": torch.tensor(slots)}))
+
+
+def test_the_name_of_the_worker_that_records_experts_is_that_of_a_class():
+    from rollout.vllm.routing_worker import RecordingWorker
+
+    assert f"{RecordingWorker.__module__}.{RecordingWorker.__name__}" == WORKER
 
 
 def test_experts_are_read_in_the_order_of_the_blocks(slot_routes):
