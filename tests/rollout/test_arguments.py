@@ -12,7 +12,7 @@ from config import InputError, load
 from engines.model.hf import build_on_meta, read_hf_config
 from rollout.vllm import adapters, routing, speculation, startup
 from rollout.vllm.arguments import MAX_PREFILL_TOKENS, Host, engine_arguments
-from rollout.vllm.capacity import max_num_seqs
+from rollout.vllm.capacity import max_num_seqs, weight_bytes
 from rollout.vllm.sampling import validation_sampling
 from rollout.vllm.versions import SUPPORTED
 from tests.support.models import make_model
@@ -167,6 +167,21 @@ def test_sequences_of_episodes_are_as_long_as_an_episode(folder):
     num_seqs = max_num_seqs(episodes, 1, GPU_BYTES)
     assert num_seqs == max_num_seqs(in_one_turn, 1, GPU_BYTES)
     assert 1 < num_seqs < 1000
+
+
+def test_weights_are_counted_again_when_the_model_has_changed(tmp_path):
+    """As in a notebook, or if a model is exported to the same directory again."""
+    num_bytes = []
+    for num_layers in (1, 3):
+        make_model(tmp_path, "qwen3", num_hidden_layers=num_layers)
+        os.utime(tmp_path / "config.json", (num_layers, num_layers))
+        num_bytes.append(weight_bytes(make_config(tmp_path)))
+    shape = read_hf_config(tmp_path)
+    per_layer = (num_bytes[1] - num_bytes[0]) / 2
+    embeddings = 2 * 2 * shape.vocab_size * shape.hidden_size  # and the output matrix, in bfloat16
+    norm = 2 * shape.hidden_size
+    assert per_layer > 0
+    assert num_bytes[0] == embeddings + norm + per_layer
 
 
 @pytest.fixture

@@ -33,6 +33,9 @@ class Judge:
 
 judge = Judge()
 
+def group(prompts, responses, rows):
+    return [len(p) + 10 * len(r) + 100 * row["n"] for p, r, row in zip(prompts, responses, rows)]
+
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return 0.0
 """
@@ -94,6 +97,13 @@ def test_the_output_of_the_first_call_is_kept_even_if_it_ends_the_worker(make):
         assert isinstance(result, Failure)
         assert result.trace == "ended with exit code 3"
         assert Path(grader.settings["output"]).read_text() == "counts exit\n"
+
+
+def test_a_function_of_groups_gets_the_prompt_and_the_row_of_each_response(make):
+    with closing(make("group", SECONDS)) as grader:
+        items = [("p" * i, "r" * (i + 1), {"n": i + 2}) for i in range(4)]
+        results = grader.grade(items, [5, 3, 5, 3])
+    assert [result.score for result in results] == [210, 321, 432, 543]
 
 
 def test_a_worker_may_use_as_many_gib_as_configured(make):

@@ -10,7 +10,7 @@ import pytest
 
 from rollout.grading.pool import Job, WorkerPool
 from rollout.grading.process import Call, Program
-from rollout.grading.results import Failure
+from rollout.grading.results import Failure, Reward
 
 # Notes that it has started. Then it sleeps, and ends or answers with the double of each index.
 WORKER = """
@@ -147,3 +147,13 @@ def test_a_call_whose_time_is_up_while_another_one_ends_is_not_blamed(make_pool)
     worker.expired = None
     assert pool.find_culprit(calls, worker) == ([1], "ended with exit code 3")
     assert pool.find_culprit([[1], [2]], worker) is None
+
+
+def test_the_order_of_parts_does_not_matter(make_pool):
+    rewards = [Reward(3.0, {"b": 1.0, "a": 2.0}), Reward(3.0, {"a": 1.0, "b": 2.0})]
+    pool = make_pool(1)
+    items = [("prompt", "response", {})] * 3
+    other = Reward(1.0, {"a": 1.0})
+    *checked, failure = pool.check_parts(items, [*rewards, other])
+    assert checked == rewards
+    assert failure.trace == "the function returned the parts a, but at first a, b"
