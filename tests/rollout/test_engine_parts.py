@@ -14,7 +14,7 @@ from rollout.vllm.continuing import RandomStreams
 from rollout.vllm.device_memory import CpuMemory, OwnMemory, SharedMemory
 from rollout.vllm.engine import MAX_GROWTH_GIB, Rollout
 from rollout.vllm.routing import WORKER, KeptRoutes, RouteRecorder
-from tests.support.models import make_image_model
+from tests.support.models import make_image_model, make_model
 from tests.support.ranks import on_ranks
 
 VOCAB_SIZE = 50
@@ -77,6 +77,25 @@ def test_memory_follows_who_owns_it():
     assert isinstance(on_cpu._make_memory(), CpuMemory)
     shared = unstarted(device=torch.device("cuda"), shared_weights={}, llm=None)
     assert isinstance(shared._make_memory(), SharedMemory)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    "setting, shares_base, is_reported",
+    [("auto", False, True), ("never", False, False), ("auto", True, False)],
+)
+def test_a_copy_of_the_base_is_reported_unless_it_was_asked_for(
+    tmp_path, capsys, setting, shares_base, is_reported
+):
+    model = make_model(tmp_path / "model", "qwen3")
+    settings = ["data.train_files=unused", "model.lora.rank=4", "rollout.tensor_parallel_size=2"]
+    config = load("ppo.yaml", [f"model.path={model}", *settings, f"rollout.share_base={setting}"])
+    unstarted(adapter="an adapter")._report_copy_of_base(config, shares_base)
+    expected = (
+        "rollout.share_base: rollout.tensor_parallel_size=2 divides vLLM's weights, so vLLM has "
+        "its own copy of the frozen weights\n"
+    )
+    assert capsys.readouterr().out == expected * is_reported
 
 
 def test_a_response_ends_with_the_placeholder_of_an_image(tmp_path):
