@@ -192,12 +192,19 @@ def one_rank():
 
 
 def test_the_process_is_prepared_for_a_cpu(folder, one_rank, tmp_path, recwarn):
-    """Shared memory of a killed run is removed. Only an unknown release is reported."""
+    """Shared memory of a killed run is removed. Only an unknown release is reported.
+
+    vLLM packs the weights, unless the trainer shares them.
+    """
+    from vllm.model_executor.layers import utils  # imports vLLM, which takes seconds
+
+    packing = utils.dispatch_cpu_unquantized_gemm
     left_behind = Path("/dev/shm") / f"{tmp_path.name}-tp:0-[0]-cpushm_0"
     for version in (*SUPPORTED, UNKNOWN_VERSION):
         left_behind.touch()
         startup.prepare_process(make_config(folder / "dense"), make_host("cpu", version), False)
         assert not left_behind.exists()
+    assert utils.dispatch_cpu_unquantized_gemm is packing
     (warning,) = recwarn
     assert str(warning.message).startswith(f"vLLM {UNKNOWN_VERSION} is installed, but rollout/")
 
@@ -333,6 +340,12 @@ def test_the_model_runner_of_experts(folder, monkeypatch, version, family, setti
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     startup.choose_model_runner(make_config(folder / family, *settings), make_host("cuda", version))
     assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == expected
+
+
+def test_a_model_runner_that_the_user_has_chosen_is_kept(folder, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    startup.choose_model_runner(make_config(folder / "experts"), make_host("cuda", "0.25.1"))
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
 
 
 def test_drafters_need_a_supported_version(folder):

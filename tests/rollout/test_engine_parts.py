@@ -14,6 +14,7 @@ from rollout.vllm.continuing import RandomStreams
 from rollout.vllm.device_memory import CpuMemory, OwnMemory, SharedMemory
 from rollout.vllm.engine import MAX_GROWTH_GIB, Rollout
 from rollout.vllm.routing import WORKER, KeptRoutes, RouteRecorder
+from rollout.vllm.weight_sync import WeightSync
 from tests.support.models import make_image_model, make_model
 from tests.support.ranks import on_ranks
 
@@ -113,6 +114,19 @@ def test_a_response_ends_with_the_placeholder_of_an_image(tmp_path):
     assert len(placeholders) > 0
     hf_config = json.loads((model / "config.json").read_text())
     assert hf_config["image_token_id"] in placeholders
+
+
+def test_shapes_are_remembered_if_vllm_quantizes_the_weights():
+    """Its first update cannot be in place, because it is not known yet where they belong."""
+    weights = [("a", torch.zeros(2, 3)), ("b", torch.zeros(4))]
+    quantized = WeightSync(None, "cuda", {}, None, None, is_quantized=True)
+    assert not quantized.can_load_in_place()
+    assert [*quantized.recorded_shapes(iter(weights))] == weights
+    assert quantized.shapes == {"a": (2, 3), "b": (4,)}
+    plain = WeightSync(None, "cuda", {}, None, None)
+    assert plain.can_load_in_place()
+    assert [*plain.recorded_shapes(iter(weights))] == weights
+    assert plain.shapes == {}
 
 
 # -- the random numbers of responses that continue ------------------------------------------------

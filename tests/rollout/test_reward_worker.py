@@ -36,6 +36,12 @@ judge = Judge()
 def group(prompts, responses, rows):
     return [len(p) + 10 * len(r) + 100 * row["n"] for p, r, row in zip(prompts, responses, rows)]
 
+def lenient(response, answer="no answer"):
+    return 0.0
+
+def trl(prompts, completions):
+    return 0.0
+
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return 0.0
 """
@@ -124,9 +130,31 @@ def test_a_check_calls_only_functions_that_are_built_in(make, tmp_path):
 
 def test_a_check_reports_what_a_row_lacks(make):
     with closing(make("compute_score", SECONDS)) as grader:
+        grader.seconds_per_call = 0.0  # a check may import packages, and has another limit
         assert grader.check({"data_source": "s", "answer": 5}).startswith("reward.function=")
         with pytest.raises(InputError, match="the row has no data_source, only answer"):
             grader.check({"answer": 5})
+
+
+@pytest.mark.parametrize("answer", [0, False, ""])
+def test_an_answer_that_counts_as_false_is_an_answer(tmp_path, answer):
+    """A function may have a default for rows without any."""
+    function = in_this_process(tmp_path, "lenient")
+    request = {"prompts": ["p"], "responses": ["r"], "rows": [{"answer": answer}]}
+    assert function.arguments(request) == {"response": "r", "answer": answer}
+    assert function.arguments(request | {"rows": [{"answer": None}]}) == {"response": "r"}
+
+
+def test_a_function_of_trl_gets_the_messages_before_the_last_turn_of_the_assistant(tmp_path):
+    """However many messages that turn has."""
+    function = in_this_process(tmp_path, "trl")
+    question = {"role": "user", "content": "q"}
+    replies = [{"role": "assistant", "content": text} for text in "ab"]
+    rows = [{"messages": [question, *replies[:n]]} for n in range(3)]
+    arguments = function.arguments({"prompts": ["p"] * 3, "responses": [*"xyz"], "rows": rows})
+    assert arguments["prompts"] == [[question]] * 3
+    completions = [[{"role": "assistant", "content": text}] for text in "xyz"]
+    assert arguments["completions"] == completions
 
 
 def test_a_dictionary_without_parts_is_no_number(tmp_path):
