@@ -123,8 +123,9 @@ def check_recorded(routes: Tensor) -> None:
 class RouteRecorder:
     """Keeps the routes of requests that have ended, until they are taken.
 
-    vLLM frees the blocks of the KV cache when a request ends or is aborted. The routes of its
-    tokens are copied before that.
+    vLLM frees the blocks of the KV cache when a request ends, or is aborted or preempted. The
+    routes of its tokens are copied before that. A preempted request is usually computed again. But
+    its last token may be in flight, and then it ends without any blocks.
 
     Attributes:
         slot_routes: the routes of the tokens in the KV cache.
@@ -132,9 +133,8 @@ class RouteRecorder:
     """
 
     def __init__(self, llm, config: DictConfig):
-        # vLLM-private: the worker, and the scheduler's method that frees the blocks of a request
-        # that has ended. The blocks of a request that is preempted, and will be computed again, are
-        # freed elsewhere.
+        # vLLM-private: the worker, and the scheduler's methods that free the blocks of a request
+        # that has ended or is preempted.
         workers = llm.collective_rpc(lambda worker: worker)
         self.slot_routes = workers[0].slot_routes
         check_same_layers(config, self.slot_routes.shape)
@@ -142,17 +142,29 @@ class RouteRecorder:
         self.manager = scheduler.kv_cache_manager
         self.kept: dict[str, KeptRoutes] = {}
         self._free_blocks = scheduler._free_blocks
+        self._preempt_request = scheduler._preempt_request
         scheduler._free_blocks = self._keep_and_free
+        scheduler._preempt_request = self._keep_and_preempt
 
     def _keep_and_free(self, request) -> None:
-        block_ids = self.manager.get_block_ids(request.request_id)
-        routes = self.slot_routes.read(block_ids[self.slot_routes.group])
+        self._keep(request)
+        self._free_blocks(request)
+
+    def _keep_and_preempt(self, request, *arguments, **options) -> None:
+        self._keep(request)
+        self._preempt_request(request, *arguments, **options)
+
+    def _keep(self, request) -> None:
+        """Copy the routes of a request's tokens, unless its blocks were freed before."""
+        block_ids = self.manager.get_block_ids(request.request_id)[self.slot_routes.group]
+        if not block_ids:
+            return
+        routes = self.slot_routes.read(block_ids)
         arrival = None
         if self.slot_routes.device.type != "cpu":
             arrival = torch.Event(self.slot_routes.device)
             arrival.record()
         self.kept[request.request_id] = KeptRoutes(routes, arrival)
-        self._free_blocks(request)
 
     def take(self, request_id: str, num_tokens: int) -> np.ndarray:
         """Return the routes of a request that has ended: [num_tokens, L, k].

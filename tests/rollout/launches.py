@@ -1,6 +1,7 @@
 """The launches of rollout_worker.py, and helpers that its cases share."""
 
 import random
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +88,14 @@ def make_prompts(count: int, length: int | None = None) -> list[list[int]]:
         num_tokens = length or rng.randint(1, 12)
         prompts.append([rng.randrange(3, 250) for _ in range(num_tokens)])
     return prompts
+
+
+def schedule_asynchronously(rollout) -> None:
+    """Schedule each step before the last one's tokens are known, as on an accelerator."""
+    core = rollout.llm.llm_engine.engine_core.engine_core
+    core.batch_queue_size = 2
+    core.batch_queue = deque(maxlen=2)
+    core.step_fn = core.step_with_batch_queue
 
 
 def error_of(action) -> list[str] | None:

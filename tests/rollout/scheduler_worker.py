@@ -12,7 +12,6 @@ import math
 import random
 import re
 import sys
-from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from engines.fsdp.engine import FSDPEngine
 from engines.parallel import device
 from rollout.vllm.engine import Rollout
 from rollout.vllm.sampling import request_seed
+from tests.rollout.launches import schedule_asynchronously
 
 NUM_PROMPTS = 12
 GROUP_SIZE = 4
@@ -76,14 +76,6 @@ def main(model: str, result: Path, num_rounds: int, *settings: str) -> None:
     dist.barrier()
     rollout.shutdown()
     device.shutdown()
-
-
-def schedule_asynchronously(rollout: Rollout) -> None:
-    """Schedule each step before the last one's tokens are known, as on an accelerator."""
-    core = rollout.llm.llm_engine.engine_core.engine_core
-    core.batch_queue_size = 2
-    core.batch_queue = deque(maxlen=2)
-    core.step_fn = core.step_with_batch_queue
 
 
 def push(rollout: Rollout, engine: FSDPEngine) -> None:

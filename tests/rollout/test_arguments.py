@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from config import InputError, load
 from engines.model.hf import build_on_meta, read_hf_config
-from rollout.vllm import adapters, speculation, startup
+from rollout.vllm import adapters, routing, speculation, startup
 from rollout.vllm.arguments import MAX_PREFILL_TOKENS, Host, engine_arguments
-from rollout.vllm.capacity import max_num_seqs
+from rollout.vllm.capacity import max_num_seqs, weight_bytes
 from rollout.vllm.sampling import validation_sampling
 from rollout.vllm.versions import SUPPORTED
 from tests.support.models import make_model
@@ -124,6 +124,38 @@ def test_as_many_sequences_as_fit_in_memory(folder, num_drafted):
     assert max_num_seqs(tight, 2, GPU_BYTES) == int(0.001 * 2**30 / (125 * kv_bytes))
 
 
+@pytest.mark.parametrize("rank, max_lora_rank", [(1, 1), (4, 8), (8, 8), (9, 16)])
+def test_vllm_has_room_for_adapters_of_at_least_their_rank(folder, rank, max_lora_rank):
+    """vLLM takes only some ranks: larger ones would slow down every layer."""
+    config = make_config(folder / "dense", f"model.lora.rank={rank}")
+    arguments = engine_arguments(config, make_host("cpu"), shares_base=False)
+    assert arguments["max_lora_rank"] == max_lora_rank
+    assert arguments["max_loras"] == 1
+
+
+def test_a_request_of_an_episode_may_have_stop_strings_of_its_own(folder):
+    config = make_config(folder / "dense")
+    assert engine_arguments(config, make_host("cpu"), False)["skip_tokenizer_init"] is True
+    settings = ["rollout.episode=agent.py:play", "rollout.max_episode_tokens=150"]
+    with_episodes = make_config(folder / "dense", *settings)
+    assert engine_arguments(with_episodes, make_host("cpu"), False)["skip_tokenizer_init"] is False
+
+
+def test_experts_are_recorded_by_another_worker(folder):
+    config = make_config(folder / "experts", "rollout.routing_replay=true")
+    assert engine_arguments(config, make_host("cpu"), False)["worker_cls"] == routing.WORKER
+    without_replay = engine_arguments(make_config(folder / "experts"), make_host("cpu"), False)
+    assert "worker_cls" not in without_replay
+
+
+def test_a_replica_decodes_its_share_of_a_batch_at_once(folder):
+    """Of 10 prompts, one of four ranks gets up to 3, and a replica of two ranks all of its 5."""
+    settings = ["data.train_batch_size=10", "rollout.n=2", "rollout.kv_cache_gib=10"]
+    for tp_size, num_prompts in ((1, 3), (2, 5)):
+        tp = f"rollout.tensor_parallel_size={tp_size}"
+        assert max_num_seqs(make_config(folder / "dense", *settings, tp), 4, 0) == 2 * num_prompts
+
+
 def test_sequences_of_episodes_are_as_long_as_an_episode(folder):
     """Not only as one of its turns."""
     make_model(folder / "episodes", "qwen3")
@@ -137,6 +169,21 @@ def test_sequences_of_episodes_are_as_long_as_an_episode(folder):
     assert 1 < num_seqs < 1000
 
 
+def test_weights_are_counted_again_when_the_model_has_changed(tmp_path):
+    """As in a notebook, or if a model is exported to the same directory again."""
+    num_bytes = []
+    for num_layers in (1, 3):
+        make_model(tmp_path, "qwen3", num_hidden_layers=num_layers)
+        os.utime(tmp_path / "config.json", (num_layers, num_layers))
+        num_bytes.append(weight_bytes(make_config(tmp_path)))
+    shape = read_hf_config(tmp_path)
+    per_layer = (num_bytes[1] - num_bytes[0]) / 2
+    embeddings = 2 * 2 * shape.vocab_size * shape.hidden_size  # and the output matrix, in bfloat16
+    norm = 2 * shape.hidden_size
+    assert per_layer > 0
+    assert num_bytes[0] == embeddings + norm + per_layer
+
+
 @pytest.fixture
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -145,12 +192,19 @@ def one_rank():
 
 
 def test_the_process_is_prepared_for_a_cpu(folder, one_rank, tmp_path, recwarn):
-    """Shared memory of a killed run is removed. Only an unknown release is reported."""
+    """Shared memory of a killed run is removed. Only an unknown release is reported.
+
+    vLLM packs the weights, unless the trainer shares them.
+    """
+    from vllm.model_executor.layers import utils  # imports vLLM, which takes seconds
+
+    packing = utils.dispatch_cpu_unquantized_gemm
     left_behind = Path("/dev/shm") / f"{tmp_path.name}-tp:0-[0]-cpushm_0"
     for version in (*SUPPORTED, UNKNOWN_VERSION):
         left_behind.touch()
         startup.prepare_process(make_config(folder / "dense"), make_host("cpu", version), False)
         assert not left_behind.exists()
+    assert utils.dispatch_cpu_unquantized_gemm is packing
     messages = [str(warning.message) for warning in recwarn]
     # Importing vLLM may warn, too.
     (message,) = [message for message in messages if message.startswith("vLLM ")]
@@ -288,6 +342,12 @@ def test_the_model_runner_of_experts(folder, monkeypatch, version, family, setti
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     startup.choose_model_runner(make_config(folder / family, *settings), make_host("cuda", version))
     assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == expected
+
+
+def test_a_model_runner_that_the_user_has_chosen_is_kept(folder, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    startup.choose_model_runner(make_config(folder / "experts"), make_host("cuda", "0.25.1"))
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
 
 
 def test_drafters_need_a_supported_version(folder):

@@ -4,6 +4,7 @@ The tokens of the responses are made by hand; vLLM draws them in test_rollout_sa
 """
 
 import math
+import time
 from contextlib import closing
 from functools import cache
 from types import SimpleNamespace
@@ -12,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from config import load
+from data.batching.batch import Batch
 from data.prompts import Prompt, PromptDataset
 from examples.arithmetic import make_tokenizer
+from profiling import Profiler
 from rollout.drawing import (
     Assignment,
     Generation,
@@ -46,6 +50,15 @@ def score(prompt, response, row):
     if row["number"] == 6 and response.endswith("1"):
         raise ValueError(f"no reward for {response}")
     return {"tens": int(response[1]) * 10, "units": len(response)}
+
+def step_score(response):
+    rest = 0.5 if len(response) > 3 else 0.0
+    return 1.0, [(2, 0.25), (len(response), rest)]
+
+def parts_score(response, row):
+    if row["number"] == 6 and response.endswith("0"):
+        raise ValueError("no reward")
+    return {"first" if row["number"] == 6 else "other": 1.0}
 """
 SAMPLING = SimpleNamespace(n=NUM_SAMPLES, stop=[])
 
@@ -92,6 +105,42 @@ def generate_by_hand(request: Request, assignment: Assignment) -> Generation:
     seconds[rank] = 1.0 + rank
     batch = responses.batch([prompt.input_ids for prompt in prompts])
     return Generation(batch, torch.tensor(truncated), prompts, seconds, {"of vLLM": 3.0})
+
+
+class HandmadeRollout:
+    """One of several replicas. It knows what to respond to a seed, and is slower than the first."""
+
+    drafter = "ngram"
+
+    def __init__(self, num_replicas: int):
+        self.num_replicas = num_replicas
+        self.replica = dist.get_rank() * num_replicas // dist.get_world_size()
+        # One step with drafts, of 4 tokens, of which 2 and 4 were accepted, and kept 1 and 3.
+        counts = [1, 4, 2 + 2 * self.replica, 1 + 2 * self.replica]
+        self.drafts = SimpleNamespace(counts=torch.tensor(counts))
+        self.response_of_seed = {}
+        for i in range(len(ROWS) * NUM_SAMPLES):
+            seed = request_seed(7, 1, ROWS[i // NUM_SAMPLES], i % NUM_SAMPLES)
+            self.response_of_seed[seed] = i
+
+    def generate(self, prompts, seeds, sampling) -> tuple[Batch, torch.Tensor]:
+        assert sampling is SAMPLING
+        time.sleep(0.02 + 0.3 * self.replica)
+        indices = [self.response_of_seed[seed] for seed in seeds]
+        rows = [ROWS[i // NUM_SAMPLES] for i in indices]
+        assert prompts == [[3 + row] * (row + 1) for row in rows]
+        position = torch.arange(len(ROWS)).repeat_interleave(NUM_SAMPLES)
+        assignment = SimpleNamespace(replica=torch.tensor(indices), position=position)
+        generation = generate_by_hand(make_request(), assignment)
+        return generation.batch, generation.truncated
+
+
+def draw_at_once(config, num_replicas: int) -> tuple[Samples, list[int]]:
+    """Return the samples of Sampler.draw(), and the counts of this rank's drafts after it."""
+    rollout = HandmadeRollout(num_replicas)
+    with closing(Grader(config)) as grader:
+        sampler = Sampler(rollout, grader, make_tokenizer(), None, MAX_FAILURE_RATE, True)
+        return sampler.draw(make_request(), Profiler()), rollout.drafts.counts.tolist()
 
 
 def agree_by_hand(config, results: list[dict[int, Result]]) -> list[str] | None:
@@ -201,6 +250,67 @@ def test_all_ranks_know_the_numbers_and_one_rank_the_tokens(draw, num_ranks, num
             assert tokenizer.decode(response, skip_special_tokens=True) == response_text(i)
             assert sequence.fields["rollout_log_probs"][is_response].unique().tolist() == [-i - 1]
     assert sorted(held_by) == list(range(num_responses))
+
+
+def test_a_draw_leaves_out_what_was_not_graded(config, draw, tmp_path):
+    """Apart from that, it has what its steps would have, one after the other."""
+    drawn = on_ranks(2, tmp_path, draw_at_once, config, 2)
+    for rank, (samples, counts) in enumerate(drawn):
+        expected, is_graded, *_ = draw(2, 2)[rank]
+        expected = expected.select(is_graded)
+        failing = ROWS.index(FAILING_ROW) * NUM_SAMPLES + 1
+        assert len(samples) == len(expected) == len(ROWS) * NUM_SAMPLES - 1
+        assert samples.group.tolist() == expected.group.tolist()
+        assert samples.scores.tolist() == expected.scores.tolist()
+        assert samples.texts == expected.texts
+        assert response_text(failing) not in samples.texts
+        assert samples.batch.input_ids.tolist() == expected.batch.input_ids.tolist()
+        assert [failure.response for failure in samples.failures] == [response_text(failing)]
+        assert samples.num_drawn == len(ROWS) * NUM_SAMPLES
+        # 8 tokens of both replicas were drafted in 2 steps, 6 accepted, and 4 kept.
+        assert samples.metrics["mtp/accept_rate"] == 6 / 8
+        assert samples.metrics["mtp/accept_length"] == 1 + 4 / 2
+        assert counts == [1, 4, 2 + 2 * rank, 1 + 2 * rank], "of this replica, as before"
+        # The first replica waits for the second.
+        idle = samples.metrics["perf/rollout_idle_max"]
+        assert 0.1 < idle < 1
+        assert samples.metrics["perf/rollout_idle"] == pytest.approx(idle / 2)
+
+
+def test_rewards_with_other_parts_than_the_first_are_failures_on_all_ranks(config, tmp_path):
+    """The first reward is that of the second response, whichever rank has it."""
+    function = config.reward.function.replace(":score", ":parts_score")
+    with_parts = OmegaConf.merge(config, {"reward": {"function": function}})
+    for samples, _ in on_ranks(2, tmp_path, draw_at_once, with_parts, 2):
+        assert samples.group.tolist() == [FIRST_GROUP]
+        assert samples.parts.keys() == {"first"}
+        kinds = [failure.kind for failure in samples.failures]
+        assert kinds == ["raised"] + 8 * ["different parts"]
+        texts = [failure.response for failure in samples.failures]
+        assert texts == [response_text(i) for i in (0, *range(2, 10))], "in their order"
+
+
+def test_rewards_of_steps_are_at_the_last_tokens_of_the_steps(config, tmp_path):
+    """Two ranks of one replica generate all responses, and each grades some of them."""
+    settings = {"function": config.reward.function.replace(":score", ":step_score")}
+    with_steps = OmegaConf.merge(config, {"reward": settings | {"step_rewards": True}})
+    for samples, _ in on_ranks(2, tmp_path, draw_at_once, with_steps, 1):
+        assert samples.truncated.tolist() == [i % 3 == 0 for i in range(len(samples))]
+        for number, i in enumerate(samples.held.tolist()):
+            text = response_text(i)
+            rest = 0.5 if len(text) > 3 else 0.0
+            assert samples.scores[i] == 1.0 + 0.25 + rest
+            sequence = samples.batch.select([number])
+            # A token is a character; the end token, if there is one, belongs to the last step.
+            num_tokens = len(sequence.input_ids)
+            first = ROWS[i // NUM_SAMPLES] + 1
+            rewards = torch.zeros(num_tokens)
+            ends = torch.zeros(num_tokens)
+            rewards[first + 1] = 0.25
+            rewards[first + len(text) - 1] = rest
+            ends[[first + 1, first + len(text) - 1]] = 1
+            assert sequence.fields["turn_rewards"].tolist() == rewards.tolist()
+            assert sequence.fields["step_ends"].tolist() == ends.tolist()
 
 
 def test_a_seed_belongs_to_the_row_and_the_number_in_the_group(draw):

@@ -16,6 +16,7 @@ hard, num_bytes = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 limit_memory(num_bytes)
 print(*resource.getrlimit(resource.RLIMIT_DATA))
+print(open("/proc/self/oom_score_adj").read())
 """
 
 
@@ -32,7 +33,8 @@ def test_memory_is_limited_also_below_a_limit_of_the_machine(hard, num_bytes, ex
     command = [sys.executable, "-c", PROGRAM, str(hard), str(num_bytes)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(expected)] * 2
+    # The kernel kills this process first when memory runs out.
+    assert done.stdout.split() == [str(expected), str(expected), "1000"]
 
 
 HIDING = """

@@ -134,3 +134,16 @@ def test_outputs_of_vllm_are_copied():
 def test_no_response_at_all():
     responses = Responses(0, 5, 0)
     assert len(responses.batch([])) == 0
+
+
+def test_a_row_that_was_taken_does_not_change_when_others_use_its_memory():
+    responses = Responses(1, 4, 2)
+    ids = np.array([[5, 5, 6], [7, 7, 8]])
+    log_probs = np.array([[-0.5, -0.5, -0.9], [-0.25, -0.25, -1.4]])
+    responses.extend(0, ids, log_probs)
+    taken = responses.row(0)
+    expected = [values.tolist() for values in taken]
+    assert expected[0] == [5, 7]
+    responses.lengths[0] = 0
+    responses.extend(0, ids + 10, log_probs + 0.125)
+    assert [values.tolist() for values in taken] == expected

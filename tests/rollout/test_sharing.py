@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from data.batching.plan import Plan
 from data.images.processor import ImageStore
+from engines.model.routes import FIELD
 from rollout.samples import Samples
 from rollout.sharing import Share, divide
 from tests.engines.fsdp.cases import build
@@ -166,3 +167,14 @@ def test_tokens_of_group_sizes_are_summed_over_mini_batches_and_shares_averaged(
     samples = all_samples()
     share = Share(samples.batch, torch.arange(10), MINI_BATCHES, plans, torch.ones(10))
     assert share.metrics == {"perf/cp_1": 120.0, "perf/plan_efficiency": 0.75}
+
+
+def test_models_with_routing_of_their_own_get_all_but_the_routes():
+    samples = all_samples()
+    samples.batch.fields[FIELD] = samples.batch.fields.pop("routes")
+    share = Share(samples.batch, torch.arange(10), MINI_BATCHES, [], torch.ones(10))
+    without = share.without_routes
+    assert without.batch.fields.keys() == {"loss_mask", "rollout_log_probs"}
+    assert without.batch.input_ids is share.batch.input_ids
+    assert without.indices is share.indices
+    assert FIELD in share.batch.fields

@@ -358,6 +358,10 @@ def test_prompts_with_images_in_the_format_of_vllm():
     assert turned_id != same_id
     (copied,) = vllm_prompts([ImagePrompt([4], [shared.copy()])])
     assert copied["multi_modal_uuids"]["image"] == [same_id]
+    another = shared.copy()
+    another[-1, -1, -1] += 1
+    (other,) = vllm_prompts([ImagePrompt([4], [another])])
+    assert other["multi_modal_uuids"]["image"] != [same_id]
 
 
 def test_a_mismatch_of_image_tokens_is_described():

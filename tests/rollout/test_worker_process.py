@@ -9,6 +9,7 @@ import time
 import pytest
 
 from config import InputError
+from rollout.grading import process
 from rollout.grading.clock import StoppableClock
 from rollout.grading.process import Ending, Program, WorkerProcess, describe_exit
 
@@ -132,6 +133,35 @@ def test_the_reason_why_a_worker_has_ended(worker, request_of_call, kind, trace)
     assert worker.ending == Ending(kind, trace)
     assert not worker.alive
     assert [*worker.pending.values()] == [[0]]
+
+
+def test_a_worker_whose_last_answer_came_after_its_time_is_not_used_again(worker):
+    """It was killed, although its answer was already in the pipe."""
+    for call in ([0], [1]):
+        worker.send({"answer": {"of": call}}, SECONDS, call)
+    assert worker.receive() == ([0], {"of": [0]})
+    waker = os.eventfd(0)
+    assert worker.wait_for_answer(waker)
+    os.close(waker)
+    (worker.expired,) = worker.pending
+    worker.interrupt()
+    assert worker.receive() == ([1], {"of": [1]})
+    assert not worker.alive
+
+
+def test_an_answer_without_end_is_forged(worker, monkeypatch):
+    """It is read up to a limit, not until memory is full. The worker still runs."""
+    monkeypatch.setattr(process, "MAX_ANSWER_BYTES", 1000)
+    worker.send({"text": "x" * 1200}, SECONDS, [0])
+    assert worker.receive() is None
+    assert worker.ending == Ending("forged", "wrote to the pipe for answers")
+
+
+def test_a_long_answer_is_cut_before_it_is_read_as_json(worker, monkeypatch):
+    monkeypatch.setattr(process, "MAX_ANSWER_BYTES", 1000)
+    worker.send({"answer": {"text": "x" * 1200}}, SECONDS, [0])
+    assert worker.receive() is None
+    assert worker.ending == Ending("forged", "wrote to the pipe for answers")
 
 
 def test_a_worker_that_cannot_start_is_an_error():
