@@ -360,6 +360,10 @@ def test_terms_of_a_teacher(model, engine, pairs, num_teachers, top_k):
     # On each of two ranks three rows: hidden states in bf16, or k ids and k + 1 log-probabilities.
     bytes_per_token = top_k * 4 + (top_k + 1) * 4 if top_k else shape.hidden_size * 2
     assert estimate.teacher_outputs == 6 / 2 * 32 * bytes_per_token
+    if engine == "fsdp":
+        replicated = load("sft.yaml", [*needed, *settings, "engine.fsdp_size=1"])
+        (of_replica,) = engine_class(engine).estimate_memory(replicated, 2, "cuda")
+        assert of_replica.teacher_outputs == estimate.teacher_outputs
     matrix_bytes = shape.vocab_size * shape.hidden_size * 2
     assert estimate.teacher_matrix == (None if top_k else num_teachers * matrix_bytes)
 

@@ -443,6 +443,30 @@ def test_muon_keeps_its_momentum_from_step_to_step(nesterov, is_sharded):
     torch.testing.assert_close(buffer, reference.state[expected]["momentum_buffer"])
 
 
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_orthogonalizes_in_fp32_however_momentum_is_stored(dtype):
+    """Whole weights and those that a single rank has as its shard get the same bits."""
+    start, gradients = start_and_gradients(5)
+    mesh = init_device_mesh("cpu", (1,))
+    _, storage = STORAGES["bfloat16"]
+    whole = torch.nn.Parameter(start.to(dtype, copy=True))
+    sharded = distribute_tensor(start.to(dtype, copy=True), mesh, [Shard(0)])
+    sharded = torch.nn.Parameter(sharded)
+    settings = dict(lr=1e-2, adjust_lr_fn="match_rms_adamw")
+    optimizers = [
+        ShardedMuon([{"params": [parameter]}], storage, **settings)
+        for parameter in (whole, sharded)
+    ]
+    for gradient in gradients:
+        whole.grad = gradient.to(dtype)
+        sharded.grad = distribute_tensor(gradient.to(dtype), mesh, [Shard(0)])
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(whole, sharded.full_tensor())
+    assert (whole.float() - start).abs().max() > 1e-3
+
+
 def test_muon_keeps_small_updates():
     def moved(dtype: torch.dtype, storage: Storage) -> Tensor:
         start, gradients = start_and_gradients(30)

@@ -1,6 +1,8 @@
 """Names, files and loading of a model's weights, in one process without an engine."""
 
+import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -177,6 +179,35 @@ def test_tied_matrices_with_different_values_are_rejected(changed):
     change_file(changed, {"lm_head.weight": embedding.clone()})
     with pytest.raises(InputError, match="different values, but config.json ties them"):
         check_files(on_meta(changed), changed, Head.LOG_PROBS)
+
+
+def write_in_two_files(path: Path, changes: dict[str, torch.Tensor]) -> None:
+    """Write the weights of a model, and new ones in a file of their own."""
+    weights = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    parts = {"model-1.safetensors": weights, "model-2.safetensors": changes}
+    weight_map = {}
+    for file, tensors in parts.items():
+        save_file(tensors, path / file, metadata={"format": "pt"})
+        weight_map |= {name: file for name in tensors}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("difference", [0, 1])
+def test_tied_matrices_are_compared_over_all_files(changed, difference):
+    embedding = load_file(changed / "model.safetensors")["model.embed_tokens.weight"]
+    embedding[-1, -1] += difference
+    write_in_two_files(changed, {"lm_head.weight": embedding})
+    differ = "different values, but config.json ties them"
+    with pytest.raises(InputError, match=differ) if difference else nullcontext():
+        check_files(on_meta(changed), changed, Head.LOG_PROBS)
+
+
+def test_the_shapes_are_those_of_all_files(changed):
+    before = shapes_in_files(changed)
+    write_in_two_files(changed, {"score.weight": torch.zeros(3, 5)})
+    assert shapes_in_files(changed) == before | {"score.weight": [3, 5]}
 
 
 def test_unknown_weights_are_rejected(changed):

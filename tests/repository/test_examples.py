@@ -105,6 +105,16 @@ def test_answers_and_columns_are_right_and_held_out_problems_stay_so(arithmetic_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3", "mimo"])
+def test_the_demo_model_ends_and_pads_as_its_tokenizer(kind):
+    tokenizer = arithmetic.make_tokenizer()
+    model = arithmetic.make_model(tokenizer, kind)
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    for config in (model.config, model.generation_config):
+        assert config.eos_token_id == tokenizer.eos_token_id
+        assert config.pad_token_id == tokenizer.pad_token_id
+
+
 def test_rows_are_byte_identical(tmp_path, arithmetic_rows):
     """The same data as ever: the documentation quotes numbers of runs on it."""
     always_worked, _ = arithmetic.make_rows(always_worked=True)

@@ -182,6 +182,13 @@ def test_a_mixture_of_experts_computes_nearly_the_same(tmp_path, llama):
         expected = llama(tokens).logits
         logits = mixture(tokens).logits
     assert (logits - expected).std() < 0.1 * expected.std()
+    # The experts of a layer, whose share of the logits is small with random weights.
+    x = torch.randn(1, 12, llama.config.hidden_size)
+    with torch.no_grad():
+        of_dense = llama.model.layers[0].mlp(x)
+        of_experts = mixture.model.layers[0].mlp(x)
+    of_experts = of_experts[0] if isinstance(of_experts, tuple) else of_experts
+    assert (of_experts - of_dense).std() < 0.3 * of_dense.std()
 
 
 def test_the_same_model_becomes_the_same_mixture(llama):

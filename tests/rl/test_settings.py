@@ -295,6 +295,11 @@ def test_contradictions_are_input_errors(what):
         [*EPISODE, "reward.overlong_buffer=2048", "data.truncation=drop"],
         ["algorithm.adv_estimator=max_rl", "reward.model.path=there", "reward.model.weight=0"],
         ["algorithm.rollout_is=icepop", "algorithm.rollout_is_threshold=0.5"],
+        [
+            "algorithm.rollout_is=icepop",
+            "algorithm.rollout_is_threshold_lower=0.1",
+            "algorithm.rollout_is_threshold=0.2",
+        ],
         ["reward.weights={a: 0}", "reward.step_rewards=true", "reward.function=my.py:f"],
         ["rollout.partial.enable=true", "rollout.partial.require_correction=false"],
         ["validation.n=4", "validation.temperature=1", VAL_FILES],

@@ -596,6 +596,26 @@ def test_a_parser_gets_the_sampled_tokens_and_the_tools_that_may_be_called(model
     play(model_path, scenario, template_kwargs={"enable_thinking": False, "style": "long"})
 
 
+def test_a_turn_without_calls_has_the_same_prompt(model_path):
+    """Otherwise its tokens would not continue those of earlier turns."""
+    prompts = {}
+
+    async def scenario(player):
+        player.begin("key")
+        bodies = {
+            "auto": {"tools": [TOOL], "tool_choice": "auto"},
+            "none": {"tools": [TOOL], "tool_choice": "none"},
+            "no tools": {},
+        }
+        for name, body in bodies.items():
+            player.post(CHAT, "key", {"messages": HELLO, **body})
+            prompts[name] = (await player.receive())["prompt_ids"]
+
+    play(model_path, scenario)
+    assert prompts["none"] == prompts["auto"]
+    assert len(prompts["no tools"]) < len(prompts["none"])
+
+
 def test_special_tokens_in_messages_are_read_as_the_settings_say(model_path, tokenizer):
     async def scenario(player):
         player.begin("key")

@@ -230,9 +230,10 @@ def make_groups(num_candidates: int) -> list[OpenGroup]:
         first.append(tokens, tokens.astype(np.float32) - 1.25, candidates, version)
     first.is_complete = True
     first.is_truncated = True
+    whole = OpenResponse(seed=2, is_complete=True)
     return [
         OpenGroup(7, 70, [first, OpenResponse(seed=5)]),
-        OpenGroup(9, 3, [OpenResponse(seed=1), OpenResponse(seed=2)]),
+        OpenGroup(9, 3, [OpenResponse(seed=1), whole]),
     ]
 
 
