@@ -222,10 +222,10 @@ def test_a_dry_run_without_weights_freezes_the_same_parameters(
 def test_what_can_be_frozen(folder):
     """A value head is trained whatever the patterns say; its model need not have the names."""
 
-    def trained(patterns, head, family="qwen2_tied"):
+    def trained(patterns, head, family="qwen2_tied", script=None):
         model = f"model.path={folder / family}"
         # Only train_ppo.py has a critic.
-        script = "ppo.yaml" if head is Head.VALUES else "sft.yaml"
+        script = script or ("ppo.yaml" if head is Head.VALUES else "sft.yaml")
         settings = load(script, [model, "data.train_files=unused", f"model.freeze={patterns}"])
         FSDPEngine.check(settings, 1, head)
         hf, _ = build_model(settings, head)
@@ -233,7 +233,8 @@ def test_what_can_be_frozen(folder):
 
     assert trained("[.]", Head.VALUES) == {"lm_head.weight"}
     # The files have an output matrix, which the value head replaces.
-    assert trained("[.]", Head.VALUES, "llama") == {"lm_head.weight"}
+    for script in ("ppo.yaml", "rm.yaml"):
+        assert trained("[.]", Head.VALUES, "llama", script) == {"lm_head.weight"}
     for patterns, head in (("[visual, embed]", Head.VALUES), ("[embed, head]", Head.LOG_PROBS)):
         names = trained(patterns, head)
         assert "model.embed_tokens.weight" not in names
