@@ -350,6 +350,17 @@ def test_a_template_that_marks_the_turns_itself(turn, is_used):
         assert spans == search_spans(conversation, [1, 3])
 
 
+def test_a_turn_ends_with_the_first_text_that_ends_turns():
+    """The header of the next message begins with the same characters as the end."""
+    template = (
+        "{% for m in messages %}{{ '### ' + m.role + '\n' + m.content }}"
+        "{{ '###' if m.role == 'assistant' }}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}### assistant\n{% endif %}"
+    )
+    row = {"messages": say("one", "two", "three", "four")}
+    assert trained(template, row) == ["two###", "four###"]
+
+
 def test_turns_that_cannot_be_located_are_errors():
     no_header = (
         "{%- for m in messages %}{{ '<' ~ loop.length ~ m.role ~ '>' ~ m.content }}{% endfor %}"
