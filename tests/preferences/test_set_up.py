@@ -1,5 +1,6 @@
 """What train_dpo.py sets up before its models, on one rank."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ def call(assets, tmp_path):
 
 
 def test_a_run_knows_its_settings(call, assets):
-    made = call("long", *CHANGED, "data.max_tokens_per_micro_batch=1000")
+    relative = f"model.path={os.path.relpath(assets / 'model')}"
+    made = call("long", *CHANGED, relative, "data.max_tokens_per_micro_batch=1000")
     identity = check_changed_settings(made, assets / "model", OPTIONS)
     assert identity["algorithm.loss"] == "dpo"
     assert identity["the reference"] == fingerprint(assets / "model")

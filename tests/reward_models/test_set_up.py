@@ -1,5 +1,6 @@
 """What train_rm.py sets up before its model, on one rank."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,8 @@ def call(assets, tmp_path):
 
 
 def test_a_run_knows_its_settings(call, assets):
-    made = call("long", *CHANGED, "data.max_tokens_per_micro_batch=1000")
+    relative = f"model.path={os.path.relpath(assets / 'model')}"
+    made = call("long", *CHANGED, relative, "data.max_tokens_per_micro_batch=1000")
     identity = check_changed_settings(made, assets / "model", OPTIONS)
     assert identity["algorithm.loss"] == "bradley_terry"
     assert made["progress"]["is_classifier"] is True

@@ -161,7 +161,9 @@ def check_changed_settings(made: dict, model: Path, options: Sequence[str]) -> d
     assert progress["export_dtype"] == "bfloat16"
     lora = progress["lora"]
     assert (lora["rank"], lora["dtype"]) == (4, "float32")
-    assert lora["base"] == lora["base_name"] == str(model)
+    assert lora["base"] == lora["base_name"]
+    assert Path(lora["base"]).is_absolute()
+    assert Path(lora["base"]).samefile(model)
     keys = [*options, "train_files", "chat_template", "val_size", "train_max_samples"]
     assert progress["tokenization"].keys() == {f"data.{key}" for key in keys}
     assert made["checkpoints"] == ["checkpoints", 5]
