@@ -106,7 +106,7 @@ test: $(filter .venv,$(VENV))         ## all tests but those of `make thorough`,
 thorough: $(filter .venv,$(VENV))     ## further layouts, benchmarks and other packages' clients: half an hour
 	$(PYTEST) -m thorough tests
 
-quick: $(filter .venv,$(VENV))        ## quick tests only, without torchrun or vLLM: 90 seconds to three minutes
+quick: $(filter .venv,$(VENV))        ## quick tests only, without torchrun or vLLM: 80 seconds to three minutes
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow" --durations 10 tests
 
 soak: $(filter .venv,$(VENV))         ## runs that are killed at random moments, compared with runs left alone: 50 minutes
