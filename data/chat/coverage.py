@@ -35,12 +35,12 @@ class Coverage:
         self.is_complete = self._keeps_all(visible) or not self.unknown(visible)
 
     def _keeps_all(self, characters: list[str]) -> bool:
-        """Return whether a text of these characters still has all of them after it is decoded.
+        """Return whether a text of these characters, separated by spaces, still has all of them.
 
-        For most tokenizers it has, and one text takes a small part of the time of a text for each
-        character. If any is missing, it may only be written in another way, such as in lower case.
+        For most tokenizers it does, and one text takes a fifth of the time of as many texts as
+        characters. If a character is missing, it may have become another, such as its lower case.
         """
-        ids = self.chat.tokenize_probe("".join(characters)).ids
+        ids = self.chat.tokenize_probe(" ".join(characters)).ids
         return set(characters) <= set(self.chat.decode(ids))
 
     def unknown(self, text: Iterable[str]) -> list[str]:
