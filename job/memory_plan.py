@@ -236,6 +236,10 @@ def candidates(config: DictConfig) -> dict[str, str]:
         settings["engine.recompute"] = "full"
     if engine.get("float8_cache_weights"):
         settings["engine.float8_cache_weights"] = "false"  # cpu_offload does not go with it
-    elif engine.get("cpu_offload") is False and "offload" not in config:
+    elif (
+        engine.get("cpu_offload") is False
+        and "offload" not in config
+        and not engine.get("float8_all_gather")
+    ):
         settings["engine.cpu_offload"] = "true"
     return settings

@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from common.counting import count_of
 from config import InputError
 from engines import optimizer, schedule
 from engines.context_parallel import (
@@ -22,7 +23,7 @@ from engines.context_parallel import (
 from engines.fsdp import tracing, vision
 from engines.fsdp.attention import gathers_keys
 from engines.fsdp.recurrence import recurrent_layers
-from engines.fsdp.sharding import is_replicated, is_sharded
+from engines.fsdp.sharding import is_replicated, is_sharded, num_shards
 from engines.heads import Head
 from engines.model import experts, float8, freeze, lora, mtp
 from engines.model.hf import build_on_meta, layer_modules, read_hf_config
@@ -64,7 +65,7 @@ def check_model_and_layout(config: DictConfig, world_size: int, head: Head, repo
     optimizer.check_muon_parameters(config, hf, layers, head is Head.VALUES)
     float8.check(hf, config, reports)
     check_float8_cache(config, world_size)
-    check_float8_gather(config, world_size)
+    check_float8_gather(hf, config, world_size, reports)
     if reports and not freeze.is_critic(config, head):
         report_unused_dtype(config)
     return hf_config
@@ -87,8 +88,17 @@ def check_float8_cache(config: DictConfig, world_size: int) -> None:
             )
 
 
-def check_float8_gather(config: DictConfig, world_size: int) -> None:
-    """Raise InputError if weights are to be gathered in FP8, but cannot be or are not gathered."""
+def check_float8_gather(
+    hf: nn.Module, config: DictConfig, world_size: int, reports: bool = False
+) -> None:
+    """Check whether weights can be gathered in FP8, if they are to be.
+
+    Args:
+        reports: whether rank 0 prints how many weights are gathered in the compute dtype.
+
+    Raises:
+        InputError: if no weight can be, or none has to be gathered.
+    """
     engine = config.engine
     if not engine.float8_all_gather:
         return
@@ -107,10 +117,27 @@ def check_float8_gather(config: DictConfig, world_size: int) -> None:
             f"{setting} rounds weights before they are gathered, so there is nothing to round "
             "for engine.float8_cache_weights=true: leave one of them out"
         )
-    if not is_sharded(config, world_size) or is_replicated(config, world_size):
+    size = num_shards(engine, world_size)
+    if size == 1:
         raise InputError(
-            f"{setting} does nothing here, since every rank holds all of the weights in FP8: "
-            "leave it out"
+            f"{setting} does nothing here, since every rank holds whole weights: leave it out"
+        )
+    chosen = float8.chosen_layers(hf, engine.float8_exclude).values()
+    num_gathered = len(float8.gathered_layers(chosen, recurrent_layers(hf), size))
+    reason = (
+        f"{size} ranks cannot have the same number of their rows, or they are part of recurrent "
+        "layers"
+    )
+    if not num_gathered:
+        raise InputError(
+            f"{setting}: none of the weights in FP8 can be gathered in FP8: {reason}. Leave it out"
+        )
+    num_others = len(chosen) - num_gathered
+    if num_others and reports and int(os.environ.get("RANK", 0)) == 0:
+        print(
+            f"{setting}: {num_others} of {count_of(len(chosen), 'weight')} in FP8 are gathered in "
+            f"{engine.compute_dtype}: {reason}",
+            flush=True,
         )
 
 

@@ -182,7 +182,9 @@ class FSDPEngine(Engine):
             head,
             shared_weights,
         )
-        transforms.gather_in_float8(self.hf, self.config, self.device.type)
+        engine = self.config.engine
+        num_shards = sharding.num_shards(engine, self.world_size)
+        transforms.gather_in_float8(self.hf, engine, self.device.type, num_shards)
         keep_short_frequencies(self.hf)
         load_adapter(self.hf, self.config.model.lora, self.config.trainer.seed)
         embedding = self.hf.get_input_embeddings()
@@ -190,8 +192,8 @@ class FSDPEngine(Engine):
         keep_zero_padding_row(embedding, embedding.padding_row, row_sums == 0)
         self.model.train()
 
-    def _weights_rounded_once(self) -> AbstractContextManager[None]:
-        return transforms.weights_rounded_once(self.model, self.config, self.device.type)
+    def _weights_for_float8(self) -> AbstractContextManager[None]:
+        return transforms.weights_kept_for_float8(self.model, self.config, self.device.type)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -206,7 +208,7 @@ class FSDPEngine(Engine):
             self._router_loss.begin_step(self._count_tokens(batch, micro_batches), self.device)
         if self._replay:
             self._replay.mismatch.reset()
-        with self.dropout_seeds.seeded(step, dist.get_rank()), self._weights_rounded_once():
+        with self.dropout_seeds.seeded(step, dist.get_rank()), self._weights_for_float8():
             laid_out = self._laid_out(batch, micro_batches)
             for number, micro_batch in enumerate(laid_out, start=1):
                 is_last = number == len(micro_batches)
@@ -307,7 +309,7 @@ class FSDPEngine(Engine):
         micro_batches = micro_batches or self.divide_share(batch.lengths)
         results = TokenResults(batch, micro_batches, result_device)
         self.model.eval()
-        with self._weights_rounded_once():
+        with self._weights_for_float8():
             for micro_batch in self._laid_out(batch, micro_batches):
                 results.add(self._forward(micro_batch))
         self.model.train()

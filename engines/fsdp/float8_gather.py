@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
 
+from engines.fsdp.recurrence import recurrent_layers
 from engines.fsdp.sharding import SHARD
+from engines.model import float8
 
 DTYPE = torch.float8_e4m3fn
 
@@ -56,7 +57,10 @@ class GatheredFloat8Linear(Float8Linear):
         if scale is None:
             (scale,) = common_scales([self])
         rounding = compiled_round_part if self.is_compiled else round_part
-        return (rounding(self.part, scale, self.compute_dtype),), (scale,)
+        # The cast is not compiled with the rest, which would leave it out. As bytes, because gloo
+        # cannot gather FP8.
+        rounded = rounding(self.part.to(self.compute_dtype), scale)
+        return (rounded.view(torch.uint8),), (scale,)
 
     def fsdp_post_all_gather(
         self,
@@ -71,33 +75,34 @@ class GatheredFloat8Linear(Float8Linear):
         Returns:
             The weight, and the tensors whose memory FSDP2 frees when it reshards.
         """
-        (numbers,) = gathered
+        (content,) = gathered
         (scale,) = scales
         if out is not None:
             out._scale = scale
             return None
         weight = Float8TrainingTensor(
-            numbers, scale, dtype, self.linear_mm_config, GemmInputRole.WEIGHT
+            content.view(DTYPE), scale, dtype, self.linear_mm_config, GemmInputRole.WEIGHT
         )
-        return weight, (numbers,)
+        return weight, (content,)
 
 
-def round_part(part: Tensor, scale: Tensor, compute_dtype: torch.dtype) -> Tensor:
+def round_part(part: Tensor, scale: Tensor) -> Tensor:
     """Return a part of a weight in FP8."""
-    return to_fp8_saturated(part.to(compute_dtype).float() * scale, DTYPE)
+    return to_fp8_saturated(part.float() * scale, DTYPE)
 
 
 compiled_round_part = torch.compile(round_part, dynamic=True)
 
 
-def use_gather(hf: nn.Module, compute_dtype: torch.dtype, is_compiled: bool) -> None:
-    """Make FSDP2 gather the weights of FP8 layers in FP8, in place. Their parts hold memory by now.
+def use_gather(
+    hf: nn.Module, num_shards: int, compute_dtype: torch.dtype, is_compiled: bool
+) -> None:
+    """Make FSDP2 gather weights of FP8 layers in FP8, in place: see float8.gathered_layers().
 
-    Weights whose rows do not divide evenly are gathered as before: FSDP2 would have to pad them.
+    The weights hold memory by now. num_shards: the ranks that share a weight.
     """
-    for layer in hf.modules():
-        if type(layer) is not Float8Linear or not is_evenly_divided(layer.weight):
-            continue
+    layers = [layer for layer in hf.modules() if type(layer) is Float8Linear]
+    for layer in float8.gathered_layers(layers, recurrent_layers(hf), num_shards):
         layer.__class__ = GatheredFloat8Linear
         # FSDP2 looks for the methods at this tensor; DTensor.to_local() returns another object.
         layer.part = layer.weight._local_tensor
@@ -107,11 +112,6 @@ def use_gather(hf: nn.Module, compute_dtype: torch.dtype, is_compiled: bool) -> 
         layer.scale = None
         layer.part.fsdp_pre_all_gather = layer.fsdp_pre_all_gather
         layer.part.fsdp_post_all_gather = layer.fsdp_post_all_gather
-
-
-def is_evenly_divided(weight: Tensor) -> bool:
-    """Return whether all ranks have the same number of this weight's rows."""
-    return isinstance(weight, DTensor) and weight.shape[0] % weight.device_mesh[SHARD].size() == 0
 
 
 @contextmanager

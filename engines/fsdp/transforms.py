@@ -83,23 +83,27 @@ def compile_layers(hf: nn.Module) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
-def gather_in_float8(hf: nn.Module, config: DictConfig, device_type: str) -> None:
+def gather_in_float8(hf: nn.Module, engine: DictConfig, device_type: str, num_shards: int) -> None:
     """Make ranks gather weights in FP8, if engine.float8_all_gather is set.
 
     Unlike the transforms, this comes after the model is sharded and has its weights.
+
+    Args:
+        num_shards: the ranks that share a weight.
     """
-    if not config.engine.float8_all_gather:
+    if not engine.float8_all_gather:
         return
     from engines.fsdp import float8_gather  # imports torchao
 
-    compute_dtype = getattr(torch, config.engine.compute_dtype)
-    float8_gather.use_gather(hf, compute_dtype, uses_compile(config.engine, device_type))
+    compute_dtype = getattr(torch, engine.compute_dtype)
+    is_compiled = uses_compile(engine, device_type)
+    float8_gather.use_gather(hf, num_shards, compute_dtype, is_compiled)
 
 
 # -- while a batch is computed ---------------------------------------------------------------------
 
 
-def weights_rounded_once(
+def weights_kept_for_float8(
     model: nn.Module, config: DictConfig, device_type: str
 ) -> AbstractContextManager[None]:
     """Within this block, keep what FP8 needs of the weights, as configured.

@@ -10,8 +10,9 @@ a scale first, so that its largest value is the largest that FP8 can represent:
   to powers of two. In the forward pass a token's output depends on this token alone.
 
 Weights, gradients, moments, checkpoints and exports do not change: weights are cast to FP8 in every
-pass, or with engine.float8_cache_weights once per batch (engines/fsdp/float8_cache.py). The output
-matrix, routers, experts, adapters and a vision tower keep the compute dtype.
+pass, with engine.float8_cache_weights once per batch (engines/fsdp/float8_cache.py), or with
+engine.float8_all_gather when they are gathered (engines/fsdp/float8_gather.py). The output matrix,
+routers, experts, adapters and a vision tower keep the compute dtype.
 
 See "FP8 Formats for Deep Learning" (Micikevicius et al. 2022, arXiv:2209.05433).
 """
@@ -173,6 +174,23 @@ def chosen_layers(hf: nn.Module, excluded: Iterable[str]) -> dict[str, nn.Linear
 
 def has_fitting_sizes(layer: nn.Linear) -> bool:
     return layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
+
+
+def gathered_layers(
+    layers: Iterable[nn.Linear], recurrent_layers: Iterable[nn.Module], num_shards: int
+) -> list[nn.Linear]:
+    """Return the layers in FP8 whose weights can also be gathered in FP8.
+
+    Each rank needs the same number of a weight's rows, since FSDP2 would have to pad them.
+    Recurrent layers read some of their weights without calling the linear layer, so all of theirs
+    are left out.
+    """
+    in_recurrent = {module for layer in recurrent_layers for module in layer.modules()}
+    return [
+        layer
+        for layer in layers
+        if layer.out_features % num_shards == 0 and layer not in in_recurrent
+    ]
 
 
 def convert_layers(hf: nn.Module, config: DictConfig, device_type: str) -> None:

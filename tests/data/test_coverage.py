@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from config import InputError, load
 from data import unknown_tokens
-from data.chat import encoding
+from data.chat import coverage, encoding
 from data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from data.dataset import TokenDataset, tokenize
 from tests.data.chat_templates import CHATML, make_tokenizer
@@ -31,6 +31,28 @@ def lower_case_tokenizer(unknown=None) -> PreTrainedTokenizerFast:
         unk_token=unknown,
         chat_template=CHATML,
     )
+
+
+@pytest.mark.parametrize(
+    "parts, missing",
+    [
+        ({"end_of_word_suffix": "</w>"}, "q</w>"),  # "q" is known within a word only
+        ({"continuing_subword_prefix": "##"}, "q"),  # only after other letters
+    ],
+)
+def test_a_character_that_is_known_at_some_places_of_a_word_alone_is_found(parts, missing):
+    characters = [c for c in coverage.probes() if coverage.is_visible(c)]
+    if "end_of_word_suffix" in parts:
+        others = [f"{c}</w>" for c in characters]
+    else:
+        others = [f"##{c}" for c in characters]
+    tokens = [token for token in [*characters, *others] if token != missing]
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], **parts))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    chat = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    assert not chat.coverage.is_complete
+    assert chat.coverage.unknown("q") == ["q"]
 
 
 @pytest.mark.parametrize("row", [{"messages": say("q", "a7b")}, {"prompt": "q", "response": "a7b"}])

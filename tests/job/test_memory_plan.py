@@ -144,6 +144,11 @@ def test_the_stage_of_a_pipeline_that_needs_the_most_memory_counts(model):
             ["engine.float8=tensorwise", "engine.float8_cache_weights=true"],
             {"engine.activation_checkpointing", "engine.float8_cache_weights"},
         ),
+        (
+            "sft",
+            ["engine.float8=tensorwise", "engine.float8_all_gather=true"],
+            {"engine.activation_checkpointing"},
+        ),
     ],
 )
 def test_only_settings_that_the_run_does_not_have_are_proposed(model, script, pairs, settings):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from config import InputError, load
 from engines.fsdp import sharded_memory
 from engines.fsdp.checks import check_float8_cache
-from engines.fsdp.transforms import build_model, prepare_layers, weights_rounded_once
+from engines.fsdp.transforms import build_model, prepare_layers, weights_kept_for_float8
 from engines.heads import Head
 from engines.model import float8
 from engines.model.hf import read_hf_config
@@ -63,7 +63,7 @@ def test_products_are_those_of_weights_rounded_in_every_pass(folder, bias):
     _, plain = model_with_layer(folder, FP8, bias)
     model, cached = model_with_layer(folder, CACHED, bias)
     expected = gradients(plain)
-    with weights_rounded_once(model, config_of(folder, *CACHED), "cpu"):
+    with weights_kept_for_float8(model, config_of(folder, *CACHED), "cpu"):
         actual = gradients(cached)
     assert len(actual) == len(expected) == 3 + bias
     for value, expected_value in zip(actual, expected):
@@ -76,26 +76,26 @@ def test_products_keep_the_weights_of_the_beginning_of_the_block(folder):
     model, layer = model_with_layer(folder, CACHED)
     x = inputs().detach()
     before = layer(x)
-    with weights_rounded_once(model, config, "cpu"):
+    with weights_kept_for_float8(model, config, "cpu"):
         with torch.no_grad():
             layer.weight.mul_(-3)
         assert torch.equal(layer(x), before)
     after = layer(x)
     assert not torch.equal(after, before)
-    with weights_rounded_once(model, config, "cpu"):
+    with weights_kept_for_float8(model, config, "cpu"):
         assert torch.equal(layer(x), after)
 
 
 def test_the_memory_is_freed_at_the_end_and_after_an_error(folder):
     config = config_of(folder, *CACHED)
     model, layer = model_with_layer(folder, CACHED)
-    with weights_rounded_once(model, config, "cpu"):
+    with weights_kept_for_float8(model, config, "cpu"):
         assert layer.rounded.shape == (OUT, IN)
         assert layer.rounded_transpose.shape == (IN, OUT)
         assert layer.rounded_transpose.is_contiguous()
     assert layer.rounded is None
     assert layer.rounded_transpose is None
-    with pytest.raises(KeyError), weights_rounded_once(model, config, "cpu"):
+    with pytest.raises(KeyError), weights_kept_for_float8(model, config, "cpu"):
         raise KeyError
     assert layer.rounded is None
 
@@ -104,7 +104,7 @@ def test_a_frozen_weight_gets_no_gradient(folder):
     model, layer = model_with_layer(folder, CACHED)
     layer.weight.requires_grad_(False)
     x = inputs()
-    with weights_rounded_once(model, config_of(folder, *CACHED), "cpu"):
+    with weights_kept_for_float8(model, config_of(folder, *CACHED), "cpu"):
         layer(x).sum().backward()
     assert layer.weight.grad is None
     assert x.grad.abs().sum() > 0
@@ -121,7 +121,7 @@ def test_fp8_can_be_disabled_for_a_check(folder):
 
 def test_nothing_is_kept_without_the_setting(folder):
     model, layer = model_with_layer(folder, FP8)
-    with weights_rounded_once(model, config_of(folder, *FP8), "cpu"):
+    with weights_kept_for_float8(model, config_of(folder, *FP8), "cpu"):
         assert not hasattr(layer, "rounded")
 
 

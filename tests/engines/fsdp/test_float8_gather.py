@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,17 +30,21 @@ LAYOUTS = {
     "ZeRO-3": (MASTER, False),
     "ZeRO-3, recomputed": (f"{MASTER} {RECOMPUTE}", False),
     "ZeRO-2": (f"{BF16} reshard_after_forward=false", False),
-    "HSDP": (f"{MASTER} fsdp_size=1", False),
     "adapters": (MASTER, True),
 }
 NUM_STEPS = 3
 
 
-@worker_case(2)
+# With one rank per copy of the weights, nothing is gathered.
+LAYOUTS_OF_FOUR = {"HSDP": (f"{MASTER} fsdp_size=2", False)}
+
+
+@worker_case(2, 4)
 def float8_gather(folder: Path, device: torch.device) -> dict:
     make_importable()
+    layouts = LAYOUTS if dist.get_world_size() == 2 else LAYOUTS_OF_FOUR
     results = {}
-    for name, (settings, has_adapters) in LAYOUTS.items():
+    for name, (settings, has_adapters) in layouts.items():
         results[name] = {}
         for way in ("", IN_FP8):
             settings_of_way = f"{settings} float8=tensorwise {way}".strip()
@@ -80,10 +85,15 @@ def gathered_types(engine) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
-@needs((2, "float8_gather"))
-def test_gathering_in_fp8_changes_nothing(results, name):
-    result = results(2)["float8_gather"][name]
+@pytest.mark.parametrize(
+    "world, name",
+    [
+        *(pytest.param(2, name, marks=needs((2, "float8_gather"))) for name in LAYOUTS),
+        *(pytest.param(4, name, marks=needs((4, "float8_gather"))) for name in LAYOUTS_OF_FOUR),
+    ],
+)
+def test_gathering_in_fp8_changes_nothing(results, world, name):
+    result = results(world)["float8_gather"][name]
     plain = result[""]
     in_fp8 = result[IN_FP8]
     assert "Float8TrainingTensor" not in plain["gathered"]
@@ -112,7 +122,7 @@ def sharded_layer(in_fp8: bool) -> nn.Sequential:
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     )
     if in_fp8:
-        use_gather(model, torch.bfloat16, is_compiled=False)
+        use_gather(model, 1, torch.bfloat16, is_compiled=False)
     return model
 
 
@@ -145,6 +155,28 @@ def test_a_layer_computes_the_same_with_its_weight_gathered_in_fp8():
             trained[0].weight.mul_(-3)
     with scaled_once(model):
         assert torch.equal(gradients(model)[0], gradients(plain)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("process_group")
+def test_compiled_rounding_is_that_of_the_compute_dtype():
+    """Of an fp32 weight, whose numbers compiled code would not round to bfloat16 by itself."""
+    make_importable()
+    from engines.fsdp import float8_gather
+
+    layer = sharded_layer(in_fp8=False)[0]
+    torch.manual_seed(0)
+    layer.__class__ = float8_gather.GatheredFloat8Linear
+    layer.part = torch.randn(256, 256)
+    layer.compute_dtype = torch.bfloat16
+    layer.scale = 448 / layer.part.bfloat16().abs().max().float()
+    contents = []
+    for layer.is_compiled in (False, True):
+        (content,), _ = layer.fsdp_pre_all_gather(None)
+        contents.append(content)
+    assert torch.equal(*contents)
+    expected = (layer.part.bfloat16().float() * layer.scale).to(torch.float8_e4m3fn)
+    assert torch.equal(contents[0], expected.view(torch.uint8))
 
 
 @pytest.mark.usefixtures("process_group")
@@ -193,10 +225,37 @@ UNSHARDED = ["engine.param_dtype=bfloat16", "engine.compute_dtype=bfloat16"]
 
 @pytest.mark.parametrize(
     "settings, world_size",
-    [([], 2), ([], 1), (UNSHARDED, 2), (["model.lora.rank=4", "engine.fsdp_size=2"], 4)],
+    [([], 2), ([], 16), (UNSHARDED, 2), (["model.lora.rank=4", "engine.fsdp_size=2"], 4)],
 )
-def test_sharded_weights_can_be_gathered_in_fp8(model, settings, world_size):
-    check_float8_gather(config_of(model, *GATHER, *settings), world_size)
+def test_sharded_weights_can_be_gathered_in_fp8(model, capsys, settings, world_size):
+    config = config_of(model, *GATHER, *settings)
+    hf, _ = build_model(config, Head.LOG_PROBS)
+    check_float8_gather(hf, config, world_size, reports=True)
+    assert not capsys.readouterr().out
+
+
+def test_a_line_tells_how_many_weights_are_gathered_as_before(model, capsys):
+    """Of 48 ranks, each can have a row of the gate and of up, but not of the other matrices."""
+    config = config_of(model, *GATHER)
+    hf, _ = build_model(config, Head.LOG_PROBS)
+    check_float8_gather(hf, config, 48, reports=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    beginning = "engine.float8_all_gather=true: 15 of 21 weights in FP8 are gathered in bfloat16: "
+    assert line.startswith(beginning)
+
+
+def test_weights_of_recurrent_layers_are_gathered_as_before(tmp_path, capsys):
+    """Some models read them without calling the linear layer, which FP8 cannot serve."""
+    make_importable()
+    config = config_of(make_model(tmp_path, "lfm2"), *GATHER)
+    hf, _ = build_model(config, Head.LOG_PROBS)
+    names = float8.chosen_layers(hf, [])
+    num_recurrent = sum(".conv." in name for name in names)
+    assert 0 < num_recurrent < len(names)
+    check_float8_gather(hf, config, 2, reports=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    count = f"{num_recurrent} of {len(names)} weights in FP8"
+    assert line.startswith(f"engine.float8_all_gather=true: {count} are gathered in bfloat16: ")
 
 
 @pytest.mark.parametrize(
@@ -206,25 +265,30 @@ def test_sharded_weights_can_be_gathered_in_fp8(model, settings, world_size):
         (["engine.float8=none"], 2, "needs engine.float8=tensorwise, not none: "),
         (["engine.cpu_offload=true"], 2, "does not go with engine.cpu_offload=true: "),
         (["engine.float8_cache_weights=true"], 2, "nothing to round for engine.float8_cache"),
-        (UNSHARDED, 1, "every rank holds all of the weights in FP8: leave it out"),
-        (["model.lora.rank=4", "engine.fsdp_size=1"], 2, "every rank holds all of the weights"),
-        (["model.lora.rank=4"], 1, "every rank holds all of the weights"),
+        ([], 1, "every rank holds whole weights: leave it out"),
+        (["engine.fsdp_size=1"], 2, "every rank holds whole weights"),
+        (["model.lora.rank=4", "engine.fsdp_size=1"], 2, "every rank holds whole weights"),
+        ([], 11, "11 ranks cannot have the same number of their rows, or they are part of recurr"),
     ],
 )
 def test_settings_that_gather_nothing_in_fp8_are_an_error(model, settings, world_size, message):
+    config = config_of(model, *GATHER, *settings)
+    hf, _ = build_model(config, Head.LOG_PROBS)
     with pytest.raises(InputError, match=message):
-        check_float8_gather(config_of(model, *GATHER, *settings), world_size)
+        check_float8_gather(hf, config, world_size)
 
 
 @pytest.mark.parametrize("is_resharded", [True, False])
 def test_the_estimate_counts_a_byte_less_per_gathered_weight(model, is_resharded):
-    """ZeRO-3 has two layers gathered at a time, ZeRO-2 all three."""
+    """ZeRO-3 has two layers gathered at a time, ZeRO-2 all three. If compiled, nothing is saved."""
     num_gathered = 2 if is_resharded else 3
     layer_settings = f"engine.reshard_after_forward={str(is_resharded).lower()}"
     plain = config_of(model, "engine.float8=tensorwise", layer_settings)
     in_fp8 = config_of(model, *GATHER, layer_settings)
     (without,) = sharded_memory.estimate_memory(plain, 2, "cpu")
     (estimate,) = sharded_memory.estimate_memory(in_fp8, 2, "cpu")
+    (compiled,) = sharded_memory.estimate_memory(in_fp8, 2, "cuda")
+    assert compiled.gathered_weights == without.gathered_weights
     hf, _ = build_model(in_fp8, Head.LOG_PROBS)
     layers = hf.get_decoder().layers
     assert len(layers) == 3
