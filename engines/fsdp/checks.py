@@ -124,14 +124,9 @@ def check_float8_gather(
         )
     chosen = float8.chosen_layers(hf, engine.float8_exclude).values()
     num_gathered = len(float8.gathered_layers(chosen, recurrent_layers(hf), size))
-    reason = (
-        f"{size} ranks cannot have the same number of their rows, or they are part of recurrent "
-        "layers"
-    )
+    reason = f"their rows do not divide evenly over {size} ranks, or recurrent layers have them"
     if not num_gathered:
-        raise InputError(
-            f"{setting}: none of the weights in FP8 can be gathered in FP8: {reason}. Leave it out"
-        )
+        raise InputError(f"{setting}: no weight can be gathered in FP8: {reason}. Leave it out")
     num_others = len(chosen) - num_gathered
     if num_others and reports and int(os.environ.get("RANK", 0)) == 0:
         print(

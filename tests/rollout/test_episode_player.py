@@ -13,6 +13,7 @@ from rollout.episodes.client import LLM, EpisodeLimit, LLMError
 from rollout.episodes.environments import EnvironmentPlayer, append_observation
 from rollout.episodes.worker import ROOT, FunctionPlayer, OutputFile, Player, limit_code, timeout
 from rollout.grading.notes import Note
+from tests.rollout import unplayable
 from tests.rollout.scripted_server import script, scripted_server
 
 SECONDS = 30  # longer than any test takes
@@ -487,37 +488,12 @@ def test_an_observation_ends_the_last_message_of_the_user(messages, observation,
     assert extended is not messages
 
 
-class NoReset:
-    def act(self):
-        """Act."""
-
-
-class NeedsSize:
-    def __init__(self, size, colour="red", *others, **more):
-        pass
-
-    def reset(self, **row):
-        pass
-
-
-class NoHint:
-    def reset(self, **row):
-        pass
-
-    def act(self, where):
-        """Act.
-
-        Args:
-            where: Place.
-        """
-
-
 @pytest.mark.parametrize(
     "environment, message",
     [
-        (NoReset, r"a class without the method reset\(self"),
-        (NeedsSize, "its __init__ needs the argument size,"),
-        (NoHint, "the parameter where of the tool act has no type hint"),
+        (unplayable.NoReset, r"a class without the method reset\(self"),
+        (unplayable.NeedsSize, "its __init__ needs the argument size,"),
+        (unplayable.NoHint, "the parameter where of the tool act has no type hint"),
     ],
 )
 def test_a_class_that_cannot_play_is_an_error(environment, message):

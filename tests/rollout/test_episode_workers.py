@@ -17,6 +17,7 @@ from rollout.grading.grader import Reward
 from rollout.grading.notes import Note
 from rollout.grading.process import Ending, WorkerProcess
 from tests.data.chat_templates import CONTROL, QWEN2, make_tokenizer
+from tests.rollout import unplayable
 from tests.rollout.episode_gateway import SAMPLING, GatewayProcess, save_tokenizer
 from tests.rollout.scripted_server import script, scripted_server
 
@@ -723,28 +724,6 @@ class Unrewarded:
 class Neither:
     def reset(self, **row):
         pass
-
-class NoReset:
-    def act(self):
-        """Act."""
-
-class NeedsSize:
-    def __init__(self, size, colour="red", *others, **more):
-        pass
-
-    def reset(self, **row):
-        pass
-
-class NoHint:
-    def reset(self, **row):
-        pass
-
-    def act(self, where):
-        """Act.
-
-        Args:
-            where: Place.
-        """
 '''
 
 
@@ -868,7 +847,7 @@ def test_a_limit_ends_an_episode_of_a_class(make, environments, server):
         ("NeedsSize", "NeedsSize: its __init__ needs the argument size"),
     ],
 )
-def test_a_class_that_cannot_play_is_an_error_at_once(make, environments, name, message):
+def test_a_class_that_cannot_play_is_an_error_at_once(make, name, message):
     with pytest.raises(InputError) as raised:
-        make(f"{environments}:{name}")
+        make(f"{unplayable.__file__}:{name}")
     assert message in str(raised.value)

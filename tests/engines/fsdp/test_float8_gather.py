@@ -268,7 +268,7 @@ def test_weights_of_recurrent_layers_are_gathered_as_before(tmp_path, capsys):
         ([], 1, "every rank holds whole weights: leave it out"),
         (["engine.fsdp_size=1"], 2, "every rank holds whole weights"),
         (["model.lora.rank=4", "engine.fsdp_size=1"], 2, "every rank holds whole weights"),
-        ([], 11, "11 ranks cannot have the same number of their rows, or they are part of recurr"),
+        ([], 11, "no weight can be gathered in FP8: their rows do not divide evenly over 11 ranks"),
     ],
 )
 def test_settings_that_gather_nothing_in_fp8_are_an_error(model, settings, world_size, message):
