@@ -38,6 +38,11 @@ def rank_problems() -> list[str]:
     return problems
 
 
+def is_rank0() -> bool:
+    """Return whether this process prints for the whole run."""
+    return read_number("RANK", 0) == 0
+
+
 def is_first_of_node() -> bool:
     """Return whether this process prints for its node."""
     return read_number("LOCAL_RANK", read_number("RANK", 0)) == 0

@@ -1,9 +1,9 @@
 """Find the models of a run, and load their tokenizer and image processor, but no weights."""
 
-import os
 from pathlib import Path
 
 from config import InputError
+from configs.environment import is_rank0
 from engines.teacher_settings import teacher_paths
 
 TOKENS_AT_ONCE = 1 << 22  # the number of tokens that are searched at a time
@@ -111,8 +111,7 @@ def report_unused_mtp(config, hf_config) -> None:
     from engines.model import mtp
 
     number = mtp.num_layers(hf_config)
-    is_rank0 = int(os.environ.get("RANK", 0)) == 0
-    if number and not mtp.is_trained(config) and is_rank0:
+    if number and not mtp.is_trained(config) and is_rank0():
         layers = "layer" if number == 1 else "layers"
         print(
             f"the model is built without its {number} MTP {layers} (model.mtp.enable_train=false): "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from common import disk
 from config import InputError, without_secrets
+from configs.environment import is_rank0
 
 
 def cache_directory(config) -> Path:
@@ -138,7 +139,7 @@ def warn_of_unused_epochs(trainer, steps_per_epoch: int) -> None:
     steps_of_epochs = epochs * steps_per_epoch
     is_set = epochs != defaults("trainer").total_epochs
     is_unused = is_set and steps_of_epochs != trainer.total_steps
-    if is_unused and int(os.environ.get("RANK", 0)) == 0:
+    if is_unused and is_rank0():
         print(
             f"warning: trainer.total_epochs={epochs} ({steps_of_epochs:,} steps) is not used, "
             f"because trainer.total_steps={trainer.total_steps} is set: leave out one of them",
@@ -187,8 +188,7 @@ def start_profiler(config, device, total_steps: int, model_stages: list[str]):
         )
     except ValueError as error:
         raise InputError(str(error)) from None
-    is_rank0 = int(os.environ.get("RANK", 0)) == 0
-    if profiler.interval == OFF and tool and is_rank0:
+    if profiler.interval == OFF and tool and is_rank0():
         print(
             "profiler.tool records nothing: trainer.profile_interval=[-1, -1] selects no steps",
             flush=True,

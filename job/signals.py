@@ -4,6 +4,8 @@ import os
 import signal
 import time
 
+from configs.environment import is_rank0
+
 # After a Ctrl-C, ranks receive SIGINT twice: from the terminal, and from torchrun.
 SECONDS_OF_ONE_CTRL_C = 2
 # The signals that stop a run after its step.
@@ -73,8 +75,7 @@ class Agreement:
                 "a checkpoint will be saved after this step; a second Ctrl-C stops at once, "
                 "without it"
             )
-        is_rank0 = int(os.environ.get("RANK", 0)) == 0
-        if is_rank0 and (is_first or is_second_ctrl_c):
+        if is_rank0() and (is_first or is_second_ctrl_c):
             # print() is not safe in a signal handler.
             os.write(2, f"\n{signal.Signals(number).name}: {effect}\n".encode())
         if stops_at_once:

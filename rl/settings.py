@@ -7,6 +7,7 @@ import torch
 from omegaconf import DictConfig
 
 from config import InputError, defaults
+from configs.environment import is_rank0
 from engines.context_parallel import sequence_limit
 from engines.model import mtp
 from engines.model.lengths import longest_sequence
@@ -360,7 +361,7 @@ def check_cut_off_tokens(config: DictConfig) -> None:
             "only the tokens that were kept, the trainer's cover the full vocabulary, and their "
             "ratio is meaningless; set rollout.top_k (e.g. 64), so that both cover the kept tokens"
         )
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_rank0():
         print(
             f"warning: {cut_off}: responses are drawn from fewer tokens than the trainer's "
             "log-probabilities cover, so the policy that is trained differs slightly from the one "

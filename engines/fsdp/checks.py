@@ -3,7 +3,6 @@
 Once the model is loaded, engines/model/guard.py checks numerically that it is computed correctly.
 """
 
-import os
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from common.counting import count_of
 from config import InputError
+from configs.environment import is_rank0
 from engines import optimizer, schedule
 from engines.context_parallel import (
     check_batch_size,
@@ -128,7 +128,7 @@ def check_float8_gather(
     if not num_gathered:
         raise InputError(f"{setting}: no weight can be gathered in FP8: {reason}. Leave it out")
     num_others = len(chosen) - num_gathered
-    if num_others and reports and int(os.environ.get("RANK", 0)) == 0:
+    if num_others and reports and is_rank0():
         print(
             f"{setting}: {num_others} of {count_of(len(chosen), 'weight')} in FP8 are gathered in "
             f"{engine.compute_dtype}: {reason}",
@@ -141,7 +141,7 @@ def report_unused_dtype(config: DictConfig) -> None:
     lora_dtype = config.model.lora.dtype
     engine = config.engine
     is_unused = config.model.lora.rank > 0 and engine.param_dtype not in ("float32", lora_dtype)
-    if is_unused and int(os.environ.get("RANK", 0)) == 0:
+    if is_unused and is_rank0():
         print(
             f"engine.param_dtype={engine.param_dtype} does not apply with model.lora: the adapters "
             f"have model.lora.dtype={lora_dtype}, and the frozen weights "

@@ -77,7 +77,14 @@ def add_adapters(hf: nn.Module, config: DictConfig, head: Head) -> list[nn.Modul
 
 
 def compile_layers(hf: nn.Module) -> None:
-    """Compile each decoder layer, except its experts."""
+    """Compile each decoder layer, except its experts.
+
+    Floats, such as the epsilon of a norm or the scale of LoRA, become constants of the compiled
+    code. With dynamic=True they would be its inputs, as tensors on the CPU. For arithmetic on
+    them, Inductor would generate C++, and on a new machine it tries out C++ compilers for more
+    than a minute.
+    """
+    torch._dynamo.config.specialize_float = True
     experts.leave_uncompiled(hf)
     for layer in layer_modules(hf, hf.get_decoder()):
         layer.forward = torch.compile(layer.forward, dynamic=True)

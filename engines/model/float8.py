@@ -18,7 +18,6 @@ See "FP8 Formats for Deep Learning" (Micikevicius et al. 2022, arXiv:2209.05433)
 """
 
 import importlib.util
-import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 
 from common.counting import count_of
 from config import InputError
+from configs.environment import is_rank0
 from engines.model.experts import router_modules
 from engines.model.hf import layer_modules
 from engines.model.lora import plain_name
@@ -80,7 +80,7 @@ def check(hf: nn.Module, config: DictConfig, reports: bool = False) -> None:
             f"{setting}: no linear layer of the decoder is left to multiply in FP8, which needs "
             f"matrices whose sizes are multiples of {MULTIPLE}"
         )
-    if reports and int(os.environ.get("RANK", 0)) == 0:
+    if reports and is_rank0():
         report(hf, config)
 
 

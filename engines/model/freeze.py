@@ -1,6 +1,5 @@
 """model.freeze: parameters that are not trained. They have no gradients and no optimizer state."""
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +10,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from config import InputError
+from configs.environment import is_rank0
 from engines.heads import Head
 from engines.model.model_files import is_only_described
 from engines.model.names import described_names, model_names, stacked
@@ -70,7 +70,7 @@ def apply(
         names_of_engine_parameter[engine_parameter_of(file_names[0])] += file_names
     check_whole_parameters(config, frozen, list(names_of_engine_parameter.values()))
     check_something_is_trained(config, hf)
-    if reports and int(os.environ.get("RANK", 0)) == 0:
+    if reports and is_rank0():
         report(config, head, hf, [name for name in trainable_names if name in frozen])
         for pattern in patterns:
             warn_of_wide_pattern(pattern, trainable_names)

@@ -1,5 +1,7 @@
 """Parts of the FSDP engine that need no engine: attention of padded rows, sizes, and transforms."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -222,6 +224,26 @@ def test_layers_are_checkpointed_and_compiled_as_configured(folder, monkeypatch)
         prepare_layers(hf, config, "cpu")
         assert hf.is_gradient_checkpointing == is_checkpointed
         assert len(compiled) == (hf.config.num_hidden_layers if is_compiled else 0)
+
+
+def test_floats_are_constants_of_compiled_layers(folder, monkeypatch):
+    inputs_of_graphs = []
+
+    def record(graph, example_inputs):
+        inputs_of_graphs.append(example_inputs)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=record))
+    monkeypatch.setattr(torch._dynamo.config, "specialize_float", False)
+    lora = ["model.lora.rank=4", "model.lora.alpha=6", "engine.use_remove_padding=false"]
+    config = make_config(folder, "engine.torch_compile=always", *lora)
+    hf, _ = build_model(config, Head.LOG_PROBS)
+    prepare_layers(hf, config, "cpu")
+    hf.to_empty(device="cpu")(torch.zeros(1, 8, dtype=torch.long))
+    assert inputs_of_graphs
+    # A float that is an input is a tensor with a type of its own.
+    tensors = [x for inputs in inputs_of_graphs for x in inputs if isinstance(x, Tensor)]
+    assert not [x for x in tensors if x.dtype is torch.float64]
 
 
 @pytest.mark.usefixtures("process_group")
