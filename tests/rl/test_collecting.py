@@ -360,7 +360,7 @@ def test_the_metrics_of_a_step_include_those_that_its_source_has_after_the_last_
     source = RecordedSource({0, 2})
     samples = collect_samples(configure(FILTER, "data.train_batch_size=2"), source)
     assert samples.metrics["partial/of_step"] == 2.0, "of both draws"
-    assert samples.metrics["of draws"] == 7.0, "the last word is the step's"
+    assert samples.metrics["of draws"] == 7.0, "those of the step replace those of its draws"
     assert samples.metrics["rollout/num_gen_batches"] == 2
 
 
