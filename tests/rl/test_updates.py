@@ -6,9 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from config import InputError
 from data.batching.batch import Batch
 from data.prompts import Prompt
 from engines.fsdp.engine import FSDPEngine
@@ -21,7 +19,6 @@ from rollout.samples import Samples
 from rollout.sharing import divide
 from tests.rl.test_losses import loss_of
 from tests.support.models import make_model
-from tests.support.ranks import on_ranks
 from tests.support.samples import (
     configure,
     make_samples,
@@ -301,44 +298,6 @@ def test_the_sample_size_of_all_tokens_is_beside_those_of_each_age():
         "partial/age_2/tokens": 0.5,
         "partial/age_2/effective_sample_size": 0.5,
     }
-
-
-def check_gaps_of_rank(gaps: list[list[float]]) -> str:
-    """Check responses whose log-probabilities in vLLM are lower by gaps[rank], and return errors.
-
-    Their prompts differ, too, which does not count.
-    """
-    own = gaps[dist.get_rank()]
-    samples = make_samples([len(own)], [1.0], [0])
-    share = whole(samples)
-    mask = share.batch.fields["loss_mask"]
-    trainers = torch.full_like(mask, -100.0)
-    trainers[mask > 0] = torch.tensor([-1.0 + gap for gap in own])
-    try:
-        updates.check_fp8_kv_cache(share, trainers, None)
-    except InputError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    "gaps, message",
-    [
-        ([[0.5, -0.5], [0.5]], ""),
-        ([[0.75], [0.25, 0.25, 0.25, -0.25]], ""),
-        ([[0.75, -0.75, 0.75], [0.0]], "by 0.56 nats on average"),
-        ([[math.nan], [0.0]], "by nan nats on average"),
-        ([[], [0.1]], ""),
-        ([[], []], ""),
-    ],
-)
-def test_a_kv_cache_in_fp8_is_judged_by_the_mean_over_the_tokens_of_all_ranks(
-    tmp_path, gaps, message
-):
-    """Differences of either sign count, and one that is no number is too large."""
-    for error in on_ranks(2, tmp_path, check_gaps_of_rank, gaps):
-        assert message in error
-        assert bool(error) == bool(message)
 
 
 class CountingEngine:
