@@ -339,3 +339,19 @@ def test_a_teacher_may_have_more_tokens_than_the_policy_but_a_critic_may_not(mon
     }
     with pytest.raises(InputError, match="critic.path=wise has a vocabulary of 9 tokens"):
         models.check_models(configure(TEACHER, *settings, "critic.path=wise"), 1)
+
+
+@pytest.mark.parametrize(
+    "name, problem", [(None, "names no teacher"), ("cod", "names the teacher 'cod'")]
+)
+def test_a_row_without_a_teacher_is_named_with_its_file_and_its_column(name, problem):
+    """An empty cell is no name, even if a teacher is called None."""
+    settings = ["algorithm.distill.teachers={code: x, None: y}", "data.train_files=[a, b]"]
+    settings.append("algorithm.distill.teacher_key=judge")
+    rows = [{"judge": "code", "teacher": "math"}, {"judge": name, "teacher": "math"}]
+    message = (
+        rf"^data.train_files=\['a', 'b'\]: row 2 of the selected rows {problem} in the column "
+        "judge: it must be one of code, None, "
+    )
+    with pytest.raises(InputError, match=message):
+        teacher.check_rows(configure(*settings), SimpleNamespace(rows=rows))
