@@ -17,6 +17,7 @@ from rl.collecting import (
     PartialSource,
     collect as collect_samples,
     collection_metrics,
+    combined,
     informative_responses,
     penalized_scores,
     weights_of_parts,
@@ -323,3 +324,114 @@ def test_failures_are_reported_with_those_of_earlier_draws_of_the_step():
     assert reports == [(4, 0), (8, 2)]
     assert source.end_step() == {"partial/version": 5}
     assert source.batch_index == 2, "the batch of the seventh group begins again"
+
+
+class RecordedSource:
+    """Draws groups of two responses, of which those in `teaching` have different scores.
+
+    asked: the arguments of each draw
+    """
+
+    def __init__(self, teaching, num_given=None):
+        self.teaching = teaching
+        self.num_given = num_given
+        self.asked = []
+
+    def draw(self, num_groups, first_group):
+        self.asked.append((num_groups, first_group))
+        num_drawn = self.num_given or num_groups
+        groups = [first_group + i // 2 for i in range(2 * num_drawn)]
+        scores = [float(i % 2 and group in self.teaching) for i, group in enumerate(groups)]
+        return replace(make_samples([1] * len(groups), scores, groups), metrics={"of draws": 1.0})
+
+    def end_step(self):
+        return {"partial/of_step": float(len(self.asked)), "of draws": 7.0}
+
+
+def test_a_further_draw_asks_for_the_groups_that_are_missing_and_numbers_go_on():
+    """Of groups 0 to 3, 1 and 3 teach something; of 4 and 5, 5 does; and then 6."""
+    source = RecordedSource({1, 3, 5, 6})
+    samples = collect_samples(configure(FILTER, "data.train_batch_size=4"), source)
+    assert source.asked == [(4, 0), (2, 4), (1, 6)]
+    assert samples.group.tolist() == [1, 1, 3, 3, 5, 5, 6, 6]
+
+
+def test_the_metrics_of_a_step_include_those_that_its_source_has_after_the_last_draw():
+    source = RecordedSource({0, 2})
+    samples = collect_samples(configure(FILTER, "data.train_batch_size=2"), source)
+    assert samples.metrics["partial/of_step"] == 2.0, "of both draws"
+    assert samples.metrics["of draws"] == 7.0, "those of the step replace those of its draws"
+    assert samples.metrics["rollout/num_gen_batches"] == 2
+
+
+def test_a_step_without_a_filter_keeps_groups_that_teach_nothing_but_no_more_than_a_batch():
+    """More groups may be complete than a step trains on. The first ones count."""
+    source = RecordedSource({1}, num_given=5)
+    samples = collect_samples(configure("data.train_batch_size=3"), source)
+    assert source.asked == [(3, 0)]
+    assert samples.group.tolist() == [0, 0, 1, 1, 2, 2]
+    assert samples.metrics["reward/informative_groups"] == pytest.approx(1 / 5), "of all five"
+    source = RecordedSource({1}, num_given=1)
+    samples = collect_samples(configure("data.train_batch_size=3"), source)
+    assert source.asked == [(3, 0)], "one draw, even if no more groups are left"
+    assert samples.group.tolist() == [0, 0]
+
+
+def test_a_draw_of_open_groups_has_the_step_and_its_greedy_responses():
+    """They are drawn for the request that the sampler returns."""
+    profiler = Profiler()
+    config = configure("algorithm.adv_estimator=remax", "data.train_batch_size=3")
+    request = Request(range(PROMPTS), [7], config.rollout, (), first_group=4, max_failures=2)
+    asked = []
+    responded = []
+
+    def draw(*arguments):
+        asked.append(arguments)
+        return request, make_samples([1, 3], [1, 0], [4, 4])
+
+    def respond(greedy):
+        responded.append(greedy)
+        return make_samples([2], [0.5], [4])
+
+    sampler = SimpleNamespace(draw=draw, counts=StepCounts(graded=2))
+    source = PartialSource(config, sampler, respond, lambda *report: None, 5, profiler)
+    samples = source.draw(3, 4)
+    assert asked == [(3, 5, 4, profiler)]
+    (greedy,) = responded
+    assert (greedy.rows, greedy.first_group, greedy.sampling.n) == ([7], 4, 1)
+    assert samples.baseline.tolist() == [0.5, 0.5]
+
+
+def test_only_the_failures_of_earlier_draws_count_as_earlier():
+    """The sampler has counted those of this draw already."""
+    samples = make_samples([1], [0], [0], failures=[failure(0), failure(1)])
+    counts = StepCounts(graded=9, failed=5)
+    sampler = SimpleNamespace(draw=lambda *arguments: (None, samples), counts=counts)
+    reports = []
+    source = PartialSource(
+        configure(), sampler, None, lambda *report: reports.append(report), 0, Profiler()
+    )
+    source.draw(1, 0)
+    assert reports == [(samples, 9, 3)]
+
+
+def test_counts_of_draws_are_summed_and_maxima_are_not_weighted():
+    """The names decide. A mean counts each draw by the number of its responses."""
+    values = [1.0, 5.0, 2.0]
+    sizes = [8, 1, 1]
+    assert combined("episodes/tool_errors", values, sizes) == 8.0
+    assert combined("episodes/turns/max", values, sizes) == 5.0
+    assert combined("episodes/tool_calls/mean", values, sizes) == (8 + 5 + 2) / 10
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.0])
+def test_parts_without_a_weight_count_0_only_beside_parts_that_have_one(weight):
+    """A reward model's weight is neither a default nor in reward.weights."""
+    samples = make_samples([1], [0], [0])
+    samples.parts = {name: torch.zeros(1) for name in ("a", "b", "model")}
+    model = ["reward.model.path=judge", f"reward.model.weight={weight}"]
+    assert weights_of_parts(configure(*model), samples) == {"a": 1.0, "b": 1.0, "model": weight}
+    with_weight = configure(*model, "reward.weights.b=3.0", "reward.weights.absent=2.0")
+    assert weights_of_parts(with_weight, samples) == {"a": 0.0, "b": 3.0, "model": weight}
+    own = configure("reward.weights.b=3.0")
+    assert weights_of_parts(own, samples) == {"a": 0.0, "b": 3.0, "model": 0.0}

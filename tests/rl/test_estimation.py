@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from config import InputError
-from rl.estimation import next_kl_coef, set_advantages
+from rl.estimation import next_kl_coef, sample_metrics, set_advantages
 from tests.algorithms.test_algorithms import BY_FORMULA, PARTS, WEIGHTS, Estimate, K
 from tests.support.samples import (
     DIVERGENCES,
@@ -365,3 +365,97 @@ def test_values_are_explained():
     _, metrics = advantages(samples, GAE, values=[0.5, 1.5, 0.5, 1.5])
     assert metrics["critic/vf_explained_var"] == pytest.approx(0.75)
     assert metrics["critic/values/mean"] == 1
+
+
+def test_a_step_shows_the_scores_of_all_its_draws_rather_than_of_what_it_trains_on():
+    """With filter_groups, the groups that were left out count in the metrics of the draws."""
+    of_draws = {"reward/informative_groups": 0.25, "score/mean": 0.125}
+    samples = replace(make_samples([1, 2], [1, 0], [0, 0]), metrics=of_draws)
+    _, metrics = advantages(samples)
+    assert {name: metrics[name] for name in of_draws} == of_draws
+    assert metrics["critic/rewards/mean"] == 0.5
+
+
+def test_penalties_for_length_and_divergence_come_off_the_same_outcome():
+    """A truncated response is left out of the loss alone.
+
+    Responses of 2 and 4 tokens with a score of 1: the second has the penalty of 0.6 at the limit,
+    and the divergence of each token is 1.
+    """
+    samples = make_samples([2, 4], [1, 1], [0, 0])
+    old = [-1.0] * 6
+    f, metrics = advantages(
+        samples,
+        *KL,
+        "algorithm.adv_estimator=dr_grpo",
+        "algorithm.mask_truncated=true",
+        "rollout.max_tokens=4",
+        "reward.overlong_buffer=2",
+        "reward.overlong_penalty=0.6",
+        kl_coef=0.5,
+        old_log_probs=old,
+        ref_log_probs=[-2.0] * 6,
+    )
+    outcomes = [1 - 0.5 * 2, 1 - 0.6 - 0.5 * 4]
+    mean = sum(outcomes) / 2
+    assert on_responses(samples, f["returns"]) == pytest.approx([outcomes[0]] * 2 + [-1.6] * 4)
+    expected = [outcomes[0] - mean] * 2 + [outcomes[1] - mean] * 4
+    assert on_responses(samples, f["advantages"]) == pytest.approx(expected)
+    assert on_responses(samples, f["loss_weight"]) == pytest.approx([0.5] * 2 + [0] * 4)
+    assert metrics["critic/rewards/min"] == pytest.approx(0.4), "without the divergence"
+    assert metrics["score/min"] == 1
+    assert metrics["actor/reward_kl"] == 1, "also that of the response that is left out"
+
+
+def test_tokens_of_each_age_are_measured_before_the_update_with_those_that_are_rejected():
+    """vLLM's log-probabilities are -1. Of five tokens, two are one step old and none is two."""
+    samples = make_samples([2, 3], [1, 0], [0, 0])
+    _, metrics = advantages(
+        samples,
+        "rollout.partial.enable=true",
+        "rollout.partial.max_staleness=2",
+        "algorithm.rollout_rs=token",
+        "algorithm.rollout_rs_threshold=1.5",
+        old_log_probs=[-1.0, -0.5, -1.0, -1.25, 1.0],
+        age=[1.0, 0.0, 0.0, 0.0, 1.0],
+    )
+    assert metrics["rollout_corr/rejected"] == pytest.approx(2 / 5)
+    shares = [metrics[f"partial/age_{age}/tokens"] for age in range(3)]
+    assert shares == pytest.approx([3 / 5, 2 / 5, 0])
+    assert metrics["rollout_corr/log_prob_gap"] == pytest.approx((0.5 + 0 + 0.25) / 3)
+    first = 1.0
+    second = math.exp(2)
+    size = (first + second) ** 2 / 2 / (first**2 + second**2)
+    assert metrics["partial/age_1/effective_sample_size"] == pytest.approx(size, rel=1e-4)
+    assert "partial/age_2/effective_sample_size" not in metrics
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "remax"])
+def test_a_response_without_tokens_has_no_part_in_the_metrics_of_advantages(name):
+    """It still counts in its group, of which it has the best score."""
+    samples = make_samples([2, 0, 1], [1, 9, 2], [0, 0, 0], [4.0] * 3)
+    f, metrics = advantages(samples, f"algorithm.adv_estimator={name}")
+    values = {"dr_grpo": [-3, -3, -2], "remax": [-3, -3, -2]}[name]
+    assert on_responses(samples, f["advantages"]) == values
+    of_advantages = [metrics[f"critic/advantages/{kind}"] for kind in ("mean", "max", "min")]
+    assert of_advantages == pytest.approx([-8 / 3, -2, -3])
+    assert metrics["score/max"] == 9
+
+
+def test_lengths_are_those_of_responses_and_of_prompts():
+    samples = make_samples([1, 4, 2], [1, 0, 2], [0, 0, 1], failures=[failure(0)])
+    samples = replace(samples, lengths=torch.tensor([4, 9, 9]), num_drawn=10)
+    config = configure()
+    metrics = sample_metrics(config, samples, whole(samples))
+    expected = {
+        "response_length/mean": 7 / 3,
+        "response_length/max": 4,
+        "response_length/min": 1,
+        "prompt_length/mean": (3 + 5 + 7) / 3,
+        "prompt_length/max": 7,
+        "prompt_length/min": 3,
+        "response_length/clip_ratio": 1 / 3,
+        "reward/informative_groups": 2 / 3,
+        "reward/failure_rate": 1 / 10,
+    }
+    assert metrics == pytest.approx(expected)

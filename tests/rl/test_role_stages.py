@@ -1,17 +1,21 @@
 """Stages of a step that only some runs have, with engines that only record their calls."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from config import InputError
 from data.prompts import Prompt
 from engines.heads import Head
 from engines.teacher import NUMBER
-from rl import roles as roles_module
+from rl import roles as roles_module, updates
 from tests.rl.test_roles import RecordingRollout, make_roles, make_share  # noqa: F401 (fixture)
-from tests.support.samples import make_samples
+from tests.support.ranks import on_ranks
+from tests.support.samples import make_samples, whole
 
 
 def test_a_reward_model_is_built_frozen_with_a_value_head(make_roles, monkeypatch):  # noqa: F811
@@ -133,3 +137,41 @@ def test_a_step_draws_from_batches_or_from_open_groups(make_roles, monkeypatch, 
     assert started == [("rows", range, 3)]
     assert [source.version for source in sources] == [2, 3]
     assert sources[0].profiler is roles.profiler
+
+
+def check_gaps_of_rank(gaps: list[list[float]]) -> str:
+    """Check responses whose log-probabilities in vLLM are lower by gaps[rank], and return errors.
+
+    Their prompts differ, too, which does not count.
+    """
+    own = gaps[dist.get_rank()]
+    samples = make_samples([len(own)], [1.0], [0])
+    share = whole(samples)
+    mask = share.batch.fields["loss_mask"]
+    trainers = torch.full_like(mask, -100.0)
+    trainers[mask > 0] = torch.tensor([-1.0 + gap for gap in own])
+    try:
+        updates.check_fp8_kv_cache(share, trainers, None)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "gaps, message",
+    [
+        ([[0.5, -0.5], [0.5]], ""),
+        ([[0.75], [0.25, 0.25, 0.25, -0.25]], ""),
+        ([[0.75, -0.75, 0.75], [0.0]], "by 0.56 nats on average"),
+        ([[math.nan], [0.0]], "by nan nats on average"),
+        ([[], [0.1]], ""),
+        ([[], []], ""),
+    ],
+)
+def test_a_kv_cache_in_fp8_is_judged_by_the_mean_over_the_tokens_of_all_ranks(
+    tmp_path, gaps, message
+):
+    """Differences of either sign count, and one that is no number is too large."""
+    for error in on_ranks(2, tmp_path, check_gaps_of_rank, gaps):
+        assert message in error
+        assert bool(error) == bool(message)

@@ -10,7 +10,14 @@ from engines.heads import Head
 from rl import models
 from rl.models import hooked_stages, needs_old_log_probs, path_keys, role_configs
 from rl.requirements import parse, read_requirements
-from rl.settings import WHITENED, check_settings
+from rl.settings import (
+    WHITENED,
+    check_episodes,
+    check_estimator_teaches,
+    check_no_negative_rewards,
+    check_sampling,
+    check_settings,
+)
 from tests.support.samples import (
     configure,
 )
@@ -476,3 +483,59 @@ def test_a_model_of_its_own_is_named_by_its_key():
 )
 def test_stages_in_which_modules_call_hooks(settings, device_type, stages):
     assert hooked_stages(configure(*settings), device_type) == stages
+
+
+@pytest.mark.parametrize("rank, is_warned", [("0", True), ("1", False)])
+def test_one_rank_warns_of_all_settings_that_cut_off_tokens(monkeypatch, capsys, rank, is_warned):
+    monkeypatch.setenv("RANK", rank)
+    check_settings(configure("rollout.min_p=0.1", "rollout.top_p=0.9"))
+    warning = "warning: rollout.top_p=0.9, rollout.min_p=0.1: responses are drawn"
+    assert (warning in capsys.readouterr().err) == is_warned
+
+
+@pytest.mark.parametrize("world_size, fits", [("2", True), ("1", False), ("3", True)])
+def test_ranks_that_share_a_sequence_make_room_for_longer_ones(monkeypatch, world_size, fits):
+    """With groups chosen per batch, of up to as many ranks as the largest power of two."""
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    lengths = ["data.max_prompt_length=100", "rollout.max_tokens=100"]
+    lengths += ["data.max_tokens_per_micro_batch=100", "engine.context_parallel_size=auto"]
+    if fits:
+        check_settings(configure(*lengths))
+        lengths[1] = "rollout.max_tokens=101"
+    with pytest.raises(InputError, match=r"max_tokens = 20[01] is more than .* ranks"):
+        check_settings(configure(*lengths))
+
+
+def test_rewards_of_steps_are_none_of_an_episode():
+    with pytest.raises(InputError, match="reward.step_rewards=True does nothing with rollout.epi"):
+        check_episodes(configure(*EPISODE, "reward.step_rewards=true"))
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_groups_of_one_may_learn_from_a_teacher_alone(name):
+    """Nothing compares the responses then. The estimator stays the default one."""
+    teacher = ["algorithm.distill.teacher=wise", "rollout.n=1"]
+    estimator = f"algorithm.adv_estimator={name}"
+    check_estimator_teaches(configure(*teacher, "algorithm.distill.only=true", estimator))
+    with pytest.raises(InputError, match=f"adv_estimator={name} with rollout.n=1 learns nothing"):
+        check_estimator_teaches(configure(*teacher, estimator))
+
+
+@pytest.mark.parametrize(
+    "limits, named",
+    [
+        (["rollout.max_tokens=10", "rollout.max_episode_tokens=8"], "max_episode_tokens=8"),
+        (["rollout.max_tokens=8"], "max_tokens=8"),
+    ],
+)
+def test_a_buffer_is_compared_with_the_limit_that_its_penalty_is_about(limits, named):
+    with pytest.raises(InputError, match=f"overlong_buffer=9 is more than rollout.{named}: lower"):
+        check_sampling(configure(*limits, "reward.overlong_buffer=9"))
+    check_sampling(configure(*limits, "reward.overlong_buffer=8"))
+
+
+@pytest.mark.parametrize("weight", ["-0.5", "0.5"])
+def test_a_reward_model_of_either_weight_may_make_rewards_negative(weight):
+    settings = ["algorithm.adv_estimator=max_rl", "reward.model.path=judge"]
+    with pytest.raises(InputError, match="reward.model.path=judge does not work with .*max_rl"):
+        check_no_negative_rewards(configure(*settings, f"reward.model.weight={weight}"))

@@ -9,16 +9,19 @@ import torch
 
 import train_ppo
 from config import InputError
+from data.batching.batch import Batch
 from data.prompts import Prompt
 from engines.model.model_files import fingerprint
+from engines.model.routes import FIELD as ROUTES
 from engines.teacher import NUMBER
 from job.resume import IDENTITY_OF_REFERENCE
 from rl import models, scoring, teacher, updates
 from rl.losses import ActorLoss
+from rl.settings import check_settings
 from rollout.grading.results import Reward
 from tests.rl.test_losses import loss_of
 from tests.support.models import make_model
-from tests.support.samples import configure, failure, make_samples
+from tests.support.samples import configure, failure, make_samples, whole
 
 TEACHER = "algorithm.distill.teacher=wise"
 TWO_TEACHERS = "algorithm.distill.teachers={a: first, b: second}"
@@ -218,3 +221,137 @@ def test_a_dry_run_grades_the_true_answer_to_the_first_prompt(capsys, takes_grou
     assert capsys.readouterr().out == expected
     with pytest.raises(InputError, match="reward.function=exact_match cannot grade the response"):
         train_ppo.grade_one(config, Grader(takes_groups, fails=True), prompts)
+
+
+def test_only_the_policy_loss_is_left_out_where_the_divergence_is_the_whole_loss():
+    """The entropy bonus, the reference and rejected tokens (here none) keep their parts."""
+    settings = [TEACHER, REFERENCE, "algorithm.distill.only=true", "algorithm.distill.coef=0.4"]
+    settings += ["algorithm.entropy_coeff=0.1", "algorithm.kl_loss_coef=2"]
+    settings += ["algorithm.kl_loss_type=k2"]
+    fields = {"divergence": [2.0, 8.0], "ref_log_probs": [-2.5, -1.0]}
+    loss, amounts, _ = loss_of([-1.5, -0.5], *settings, **fields)
+    # The weights in the loss are 0.5 and 0.25, and those in means 0.5 each.
+    kl = 0.5 * 1.0**2 / 2 + 0.25 * 0.5**2 / 2
+    entropy = 0.5 * 1.0 + 0.25 * 3.0
+    divergence = 0.5 * 2.0 + 0.25 * 8.0
+    assert amounts["kl_loss"] == pytest.approx(kl)
+    assert amounts["entropy"] == pytest.approx(2.0)
+    assert amounts["distill/divergence"] == pytest.approx(5.0)
+    assert loss == pytest.approx(-0.1 * entropy + 2 * kl + 0.4 * divergence)
+    assert not [name for name in amounts if name.startswith("pg_")]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "algorithm.adv_estimator=rloo",
+        "algorithm.adv_kwargs={k: 2}",
+        "algorithm.whiten_advantages=true",
+        "algorithm.gamma=0.5",
+        "algorithm.lam=0.5",
+        "algorithm.loss_mode=gspo",
+        "algorithm.loss_kwargs={a: 1}",
+        "algorithm.clip_ratio_low=0.1",
+        "algorithm.clip_ratio_high=0.1",
+        "algorithm.clip_ratio_c=0",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.rollout_is=token",
+        "algorithm.filter_groups.enable=true",
+        "reward.overlong_buffer=4",
+        "reward.step_rewards=true",
+    ],
+)
+def test_nothing_of_the_policy_loss_is_set_where_it_is_left_out(setting):
+    key = setting.partition("=")[0]
+    config = configure(TEACHER, "algorithm.distill.only=true", setting)
+    with pytest.raises(InputError, match=rf"^{key}=.* does nothing with algorithm.distill.only"):
+        teacher.check_distillation(config)
+    teacher.check_distillation(configure(TEACHER, setting))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "algorithm.entropy_coeff=0.1",
+        "algorithm.use_kl_loss=true",
+        "algorithm.rollout_rs=token",
+        "algorithm.mask_truncated=true",
+        "algorithm.loss_agg_mode=seq-mean-token-mean",
+        "algorithm.ppo_epochs=2",
+        "reward.function=none",
+    ],
+)
+def test_what_does_not_belong_to_the_policy_loss_may_be_set_without_it(setting):
+    check_settings(configure(TEACHER, "algorithm.distill.only=true", setting))
+
+
+@pytest.mark.parametrize("has_own_prompts", [False, True])
+def test_the_results_of_a_teacher_stand_at_the_tokens_of_the_policys_sequences(has_own_prompts):
+    """A teacher with another prompt has other sequences, and as many sampled tokens."""
+    samples = make_samples([2, 1], [1.0, 0.0], [0, 0])
+    share = whole(samples)
+    share.batch.fields[ROUTES] = torch.zeros(7, 2, 1)
+    computed = []
+
+    class Teachers:
+        engine = SimpleNamespace(divide_share=lambda lengths: ("divided", lengths))
+
+        def compute(self, parts):
+            computed.extend(parts)
+            num_tokens = sum(len(batch.input_ids) for batch, _ in parts)
+            return {"teacher_hidden": torch.arange(1.0, num_tokens + 1)[:, None]}
+
+    if has_own_prompts:
+        mask = torch.tensor([0, 1.0, 1, 0, 0, 0, 1])
+        share.teacher_batch = Batch(torch.arange(7), torch.tensor([0, 3, 7]), {"loss_mask": mask})
+    teacher.compute(Teachers(), share)
+    ((batch, micro_batches),) = computed
+    hidden = share.batch.fields["teacher_hidden"][:, 0].tolist()
+    if has_own_prompts:
+        assert batch is share.teacher_batch
+        assert micro_batches == ("divided", [3, 4])
+        assert hidden == [0, 0, 2, 3, 0, 0, 7]
+    else:
+        assert ROUTES not in batch.fields
+        assert micro_batches == share.plans[0].micro_batches
+        assert hidden == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_teacher_may_have_more_tokens_than_the_policy_but_a_critic_may_not(monkeypatch):
+    """Those of padding, for example; check_teachers() knows which ones."""
+
+    def check(config, world_size, head):
+        sizes = {"wise": 9, "judge": 8, "scorer": 30}
+        return SimpleNamespace(vocab_size=sizes.get(config.model.path, 8))
+
+    checked = []
+    monkeypatch.setattr(models, "engine_class", lambda name: SimpleNamespace(check=check))
+    monkeypatch.setattr(models, "check_is_classifier", lambda config: None)
+    monkeypatch.setattr(models, "check_teachers", lambda config, found: checked.append({**found}))
+    settings = ["algorithm.adv_estimator=gae", "critic.path=judge", "reward.model.path=scorer"]
+    assert models.check_models(configure(TEACHER, *settings), 1).vocab_size == 8
+    (found,) = checked
+    assert {role: x.vocab_size for role, x in found.items()} == {
+        "actor": 8,
+        "critic": 8,
+        "teacher": 9,
+        "reward model": 30,
+    }
+    with pytest.raises(InputError, match="critic.path=wise has a vocabulary of 9 tokens"):
+        models.check_models(configure(TEACHER, *settings, "critic.path=wise"), 1)
+
+
+@pytest.mark.parametrize(
+    "name, problem", [(None, "names no teacher"), ("cod", "names the teacher 'cod'")]
+)
+def test_a_row_without_a_teacher_is_named_with_its_file_and_its_column(name, problem):
+    """An empty cell is no name, even if a teacher is called None."""
+    settings = ["algorithm.distill.teachers={code: x, None: y}", "data.train_files=[a, b]"]
+    settings.append("algorithm.distill.teacher_key=judge")
+    rows = [{"judge": "code", "teacher": "math"}, {"judge": name, "teacher": "math"}]
+    message = (
+        rf"^data.train_files=\['a', 'b'\]: row 2 of the selected rows {problem} in the column "
+        "judge: it must be one of code, None, "
+    )
+    with pytest.raises(InputError, match=message):
+        teacher.check_rows(configure(*settings), SimpleNamespace(rows=rows))

@@ -2,6 +2,7 @@
 
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from rl.losses import ActorLoss, critic_loss
 from rl.models import head_of, mini_batch_prompts, role_configs
 from rollout.samples import Samples
 from rollout.sharing import divide
+from tests.rl.test_losses import loss_of
 from tests.support.models import make_model
 from tests.support.samples import (
     configure,
+    make_samples,
     on_one_rank,
     whole,
 )
@@ -295,3 +298,62 @@ def test_the_sample_size_of_all_tokens_is_beside_those_of_each_age():
         "partial/age_2/tokens": 0.5,
         "partial/age_2/effective_sample_size": 0.5,
     }
+
+
+class CountingEngine:
+    """Reports the number of each of its steps."""
+
+    def __init__(self):
+        self.steps = []
+
+    def train_batch(self, batch, loss_fn, step, micro_batches):
+        self.steps.append((batch, loss_fn, step, micro_batches))
+        number = float(len(self.steps))
+        gaps = {"ratio": 1.0, "ratio_squared": 1.25, "kl": 0.5, "log_prob_gap": 0.25}
+        off_policy = {f"rollout_corr/{name}": number * x for name, x in gaps.items()}
+        return {"loss": number, "skipped": number % 2, **off_policy}
+
+
+def test_an_update_goes_through_all_mini_batches_before_the_next_pass():
+    plans = [SimpleNamespace(micro_batches=number) for number in (10, 20)]
+    engine = CountingEngine()
+    metrics = updates.update(engine, [("a", plans[0]), ("b", plans[1])], "loss", 4, 2, "critic")
+    passes = [("a", "loss", 4, 10), ("b", "loss", 4, 20)]
+    assert engine.steps == passes + passes
+    assert metrics["critic/loss"] == 2.5
+    assert metrics["critic/skipped"] == 2
+    assert metrics["rollout_corr/kl"] == 0.5, "before the first step has changed the policy"
+    assert metrics["rollout_corr/effective_sample_size"] == 0.8
+
+
+def test_results_of_an_engine_are_in_the_order_of_the_shares_mini_batches():
+    samples = make_samples([1, 2, 1, 3], [1.0] * 4, range(4))
+    share = whole(samples, minis=[0, 0, 1, 1])
+    seen = []
+
+    def values(batch, micro_batches):
+        seen.append((len(batch), micro_batches))
+        return batch.input_ids.float() + 100 * len(seen)
+
+    expected = [100.0 + i for i in range(7)] + [200.0 + i for i in range(7, 15)]
+    assert updates.compute(values, share).tolist() == expected
+    assert seen == [(2, plan.micro_batches) for plan in share.plans]
+
+
+def test_a_loss_with_the_only_update_measures_the_tokens_of_each_age():
+    """Half of the tokens are new. Rejected ones, whose weight is 0, do not count."""
+    fields = {
+        "age": [1.0, 0.0],
+        "rollout_log_probs": [-2.0, -0.25],
+        "advantages": [0.0, 0.0],
+    }
+    partial = ["rollout.partial.enable=true", "rollout.partial.max_staleness=2"]
+    _, amounts, _ = loss_of([-1.5, -0.5], *partial, **fields)
+    names = {name for name in amounts if name.startswith("rollout_corr/age_")}
+    assert {name.split("/")[1][:6] for name in names} == {"age_0_", "age_1_", "age_2_"}
+    assert amounts["rollout_corr/age_0_share"] == 0.5
+    assert amounts["rollout_corr/age_1_share"] == 0.5
+    assert amounts["rollout_corr/age_2_share"] == 0
+    assert amounts["rollout_corr/age_0_log_prob_gap"] == pytest.approx(0.5 * 0.25)
+    assert amounts["rollout_corr/age_1_ratio"] == pytest.approx(0.5 * math.exp(0.5))
+    assert amounts["rollout_corr/log_prob_gap"] == pytest.approx(0.5 * 0.25 + 0.5 * 0.5)

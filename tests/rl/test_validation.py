@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl.validation import validation_metrics
+from rl.validation import pass_rates, validation_metrics
 from tests.support.samples import (
     failure,
     make_samples,
@@ -85,3 +85,39 @@ def test_a_validation_shows_parts_and_the_score_of_a_reward_model():
     of_function = validation_metrics(samples, "my.py:f", 1)
     assert of_function["val/f/model"] == 9, "a part of the function's own"
     assert "val/reward_model" not in of_function
+
+
+@pytest.mark.parametrize("n, ks", [(2, [2]), (5, [2, 4, 5]), (6, [2, 4, 6]), (8, [2, 4, 8])])
+def test_pass_at_k_is_that_of_powers_of_two_and_of_all_responses(n, ks):
+    """One response of n is right: it is among k of them with the probability k / n."""
+    samples = make_samples([1] * n, [1] + [0] * (n - 1), [3] * n)
+    rates = pass_rates(samples, n)
+    assert rates == pytest.approx({k: k / n for k in ks})
+    assert list(rates) == ks
+
+
+@pytest.mark.parametrize("score, passes", [(0.99, False), (1.0, True), (1.5, True)])
+def test_a_response_passes_with_a_score_of_1_or_more(score, passes):
+    samples = make_samples([1, 1], [score, 0], [0, 0])
+    assert pass_rates(samples, 2) == {2: float(passes)}
+
+
+def test_each_metric_of_episodes_in_a_validation_is_the_one_of_its_name():
+    samples = make_samples([1, 1], [0, 1], [0, 0])
+    samples.metrics = {
+        "episodes/turns/mean": 1.0,
+        "episodes/turns/max": 9.0,
+        "episodes/tool_calls/mean": 2.0,
+        "episodes/tool_errors": 3.0,
+        "episodes/limited": 4.0,
+        "episodes/left_out": 5.0,
+    }
+    metrics = validation_metrics(samples, "agent.py:solve", 1)
+    of_episodes = {name: x for name, x in metrics.items() if name.startswith("val/episodes/")}
+    assert of_episodes == {
+        "val/episodes/turns": 1.0,
+        "val/episodes/tool_calls": 2.0,
+        "val/episodes/tool_errors": 3.0,
+        "val/episodes/limited": 4.0,
+        "val/episodes/left_out": 5.0,
+    }

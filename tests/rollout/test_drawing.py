@@ -6,6 +6,7 @@ The tokens of the responses are made by hand; vLLM draws them in test_rollout_sa
 import math
 import time
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -28,8 +29,11 @@ from rollout.drawing import (
     agree_on_parts,
     assign,
     dataset_rows,
+    idle_metrics,
     response_seeds,
+    seconds_of_rank,
 )
+from rollout.exchange import gather_on_all_ranks, gather_on_first_rank, sum_over_ranks
 from rollout.grading.grader import Failure, Grader, Result, Reward
 from rollout.responses import Responses
 from rollout.samples import Samples
@@ -381,3 +385,65 @@ def test_responses_to_a_repeated_row_differ():
     assert seeds[:2] == seeds_of([4, 2], n=2)[0]
     assert seeds[0] + seeds[2] + seeds[3] == [request_seed(7, 1, 4, i) for i in range(6)]
     assert half == [group[0] for group in seeds]
+
+
+def limits_of_grading(config, own_limit: float | None) -> list[float]:
+    """Grade all responses of a request with this max_failures; return what the grader got."""
+    limits = []
+    request = replace(make_request(), max_failures=own_limit)
+    assignment = assign(request, 0, 1)
+    with closing(Grader(config)) as grader:
+        original = grader.grade
+
+        def grade(items, groups, max_failures):
+            limits.append(max_failures)
+            assert groups == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+            texts = [(f"prompt {ROWS[i // 2]}", response_text(i)) for i in range(10)]
+            assert [(prompt, text) for prompt, text, _ in items] == texts
+            assert [row["number"] for *_, row in items] == [ROWS[i // 2] for i in range(10)]
+            return original(items, groups, 10)
+
+        grader.grade = grade
+        sampler = Sampler(None, grader, make_tokenizer(), None, MAX_FAILURE_RATE, True)
+        sampler.grade(request, assignment, generate_by_hand(request, assignment))
+    return limits
+
+
+@pytest.mark.parametrize("own_limit, expected", [(None, 1.5), (0.0, 0.0), (4.0, 4.0)])
+def test_grading_stops_after_the_failures_of_the_request_or_of_the_samplers_rate(
+    config, tmp_path, own_limit, expected
+):
+    """The rate of 0.15 is that of the 10 responses of all ranks."""
+    assert on_ranks(1, tmp_path, limits_of_grading, config, own_limit) == [[expected]]
+
+
+def idle_of_ranks(seconds: list[float]) -> tuple[dict[str, float], list[float]]:
+    """Return the metrics of ranks that took these seconds, and this rank's own seconds after it."""
+    own = seconds_of_rank(seconds[dist.get_rank()])
+    return idle_metrics(own, None), own.tolist()
+
+
+def test_a_replica_is_idle_while_it_waits_for_the_slowest_one(tmp_path):
+    """The first rank waits for three quarters of the time, and the third one for half of it."""
+    for rank, (metrics, own) in enumerate(on_ranks(3, tmp_path, idle_of_ranks, [1.0, 4.0, 2.0])):
+        expected = {"perf/rollout_idle": 1.25 / 3, "perf/rollout_idle_max": 0.75}
+        assert metrics == pytest.approx(expected)
+        assert own == [[1.0, 0, 0], [0, 4.0, 0], [0, 0, 2.0]][rank], "these stay as they were"
+
+
+def gather_by_position() -> tuple[list[str], list[str]]:
+    """Return what rank 0 and what all ranks gather of items at the positions 3 - rank and 9."""
+    rank = dist.get_rank()
+    items = [(9 - rank, f"late {rank}"), (3 - rank, f"early {rank}")]
+    return gather_on_first_rank(items, None), gather_on_all_ranks([f"of {rank}"], None)
+
+
+def test_items_of_all_ranks_are_sorted_by_position_on_the_first_one(tmp_path):
+    first, second = on_ranks(2, tmp_path, gather_by_position)
+    assert first == (["early 1", "early 0", "late 1", "late 0"], ["of 0", "of 1"])
+    assert second == ([], ["of 0", "of 1"])
+
+
+def test_without_a_process_group_there_are_only_ones_own_numbers():
+    assert gather_on_first_rank([(5, "b"), (2, "a")], None) == ["a", "b"]
+    assert sum_over_ranks(torch.tensor([2.0, 3.0]), None).tolist() == [2, 3]

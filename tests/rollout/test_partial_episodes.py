@@ -3,14 +3,19 @@
 vLLM draws their tokens in test_partial_reference.py.
 """
 
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
 from config import InputError
 from rollout.episodes.jobs import EndedEpisode
-from rollout.partial.drawing import StepCounts
+from rollout.partial.drawing import Draw, StepCounts
 from rollout.partial.episodes import PartialEpisodes, SavedGroup, read_episodes
-from rollout.partial.groups import Counters, OpenGroups, to_bytes
+from rollout.partial.groups import Counters, OpenGroups, from_bytes, to_bytes
 from tests.rollout.test_episode_stepping import make_loop
 from tests.support.samples import configure
 
@@ -105,3 +110,98 @@ def test_a_checkpoint_of_responses_has_no_episodes():
     message = f"^rollout.episode={EPISODE}, but the checkpoint has responses of a single turn"
     with pytest.raises(InputError, match=message):
         read_episodes(content, EPISODE)
+
+
+def test_a_checkpoint_of_episodes_has_no_responses():
+    content = make_episodes().to_bytes(Counters(3, 0))
+    message = "^rollout.episode=null, but the checkpoint has episodes .* set the rollout.episode"
+    with pytest.raises(InputError, match=message):
+        from_bytes(content)
+
+
+# -- on the first rank of a replica ----------------------------------------------------------------
+
+
+@dataclass
+class RecordingDirector:
+    """Records what it is told, in order."""
+
+    calls: list[tuple] = field(default_factory=list)
+
+    def add(self, cast, number: int, row: dict) -> None:
+        self.calls.append(("add", cast, number, row))
+
+    def give_up(self, cast, number: int) -> None:
+        self.calls.append(("give up", cast, number))
+
+
+def make_first_rank() -> PartialEpisodes:
+    """Return what keeps the episodes, with the director that starts them. Row r is {"n": r}."""
+    episodes = make_episodes()
+    director = RecordingDirector()
+    start = partial(director.calls.append, "start")
+    stop = partial(director.calls.append, "stop")
+    clock = SimpleNamespace(start=start, stop=stop)
+    runner = SimpleNamespace(clock=clock)
+    episodes.sampler = SimpleNamespace(director=director, runner=runner)
+    episodes.cast = "the cast"
+    episodes.dataset = [SimpleNamespace(row={"n": number}) for number in range(6)]
+    return episodes
+
+
+def test_the_director_starts_each_episode_with_the_row_of_its_group():
+    episodes = make_first_rank()
+    episodes.new_group(7, KEY, first_number=0)
+    calls = episodes.sampler.director.calls
+    assert calls == [("add", "the cast", number, {"n": 4}) for number in (14, 15)]
+
+
+def test_the_director_gives_up_the_episodes_of_groups_that_are_dropped():
+    episodes = make_first_rank()
+    groups = [episodes.new_group(number, KEY, 0) for number in range(3)]
+    episodes.sampler.director.calls.clear()
+    episodes.give_up([groups[2], groups[0]])
+    calls = episodes.sampler.director.calls
+    assert calls == [("give up", "the cast", number) for number in (4, 5, 0, 1)]
+    assert [*episodes.loop.playing] == [2, 3]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_episodes_have_time_only_while_vllm_draws_and_its_work_is_counted(is_first, monkeypatch):
+    """Three of four episodes are running. The loop takes 5 steps, in which it draws 11 tokens."""
+    episodes = make_first_rank() if is_first else make_episodes()
+    groups = [episodes.new_group(number, KEY, 0) for number in range(2)]
+    episodes.open.groups = groups
+    episodes.loop.end([EndedEpisode(1, None, 0)])
+    episodes.counts = StepCounts(slots=100, tokens=200)
+    calls = episodes.sampler.director.calls if is_first else []
+    calls.clear()
+
+    def run(is_enough, version):
+        calls.append((version, is_enough()))
+        episodes.loop.num_steps = 5
+        episodes.loop.num_tokens = 11
+        episodes.loop.end([EndedEpisode(0, None, 0)])
+        calls.append((version, is_enough()))
+
+    monkeypatch.setattr(episodes.loop, "run", run)
+    episodes.generate(1, version=3)
+    drawn = [(3, False), (3, True)]
+    assert calls == (["start", *drawn, "stop"] if is_first else drawn)
+    assert episodes.counts == StepCounts(slots=100 + 5 * 3, tokens=200 + 11)
+
+
+def test_trained_groups_are_shared_in_their_order_and_forgotten():
+    episodes = make_first_rank()
+    first, second, third = (episodes.new_group(number, KEY, 0) for number in range(3))
+    episodes.loop.times = "the times"
+    shared = []
+    episodes.sampler.share = lambda *values: shared.append(values) or "samples"
+    draw = Draw("request", "assignment", [third, first], 6, torch.tensor([0.0, 2.0]))
+    assert episodes.grade_and_share(draw) == "samples"
+    ((request, assignment, played),) = shared
+    assert (request, assignment) == ("request", "assignment")
+    expected = [episode.playing for group in (third, first) for episode in group.responses]
+    assert all(one is other for one, other in zip(played.playing, expected, strict=True))
+    assert (played.times, played.version, played.seconds.tolist()) == ("the times", 6, [0, 2])
+    assert [*episodes.loop.playing] == [2, 3], "the other group goes on"

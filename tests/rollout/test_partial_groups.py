@@ -351,3 +351,64 @@ def test_every_rank_forgets_the_groups_that_a_replica_drops_once(tmp_path, tp_si
             "partial/stale_drops": 2.0,
             "partial/idle_slots": 0.25,
         }
+
+
+def test_a_step_that_drew_nothing_has_no_idle_slots(tmp_path):
+    """All groups of its only rank were complete already."""
+    metrics, *_ = on_ranks(1, tmp_path, end_step_without_work)
+    assert metrics["partial/idle_slots"] == 0
+    assert metrics["partial/stale_drops"] == 0
+    assert metrics["partial/carried_groups"] == 0
+
+
+def end_step_without_work() -> dict[str, float]:
+    sampler = PartialSampler(
+        sampler=SimpleNamespace(rollout=SimpleNamespace(tp_rank=0), host_group=None),
+        ledger=Ledger(1, 1.0, limit=None),
+        dataset=None,
+        rows_of_batch=None,
+        config=None,
+        open=OpenGroups(max_staleness=2, finishes_old=False),
+    )
+    return sampler.end_step(5)
+
+
+def test_groups_that_a_draw_needs_begin_before_any_in_advance():
+    """Two groups are left to begin. Replicas complete two and one, and may begin four and two."""
+    ledger = Ledger(2, oversample=2.0, limit=3, next_group=1, replica_of={0: 0})
+    quotas = ledger.begin(3)
+    assert quotas.begun == {1: 0, 2: 1}
+    assert quotas.num_complete == [2, 1]
+
+
+def test_a_replica_completes_what_it_has_and_a_dropped_group_is_replaced():
+    ledger = Ledger(num_replicas=2, oversample=2.0, limit=3)
+    quotas = ledger.begin(4)
+    assert quotas.begun == {0: 0, 1: 1, 2: 0}
+    assert quotas.num_complete == [2, 1], "the second replica has a single group"
+    ledger.end([0, 1])
+    ledger.drop([2])
+    assert ledger.begin(4).begun == {3: 0}
+
+
+def test_a_group_that_is_due_must_be_complete_although_enough_others_are():
+    groups = OpenGroups(max_staleness=1, finishes_old=True)
+    old = complete_group(5, version=2)
+    old.responses[0].is_complete = False
+    groups.groups = [complete_group(1, version=3), old]
+    is_enough = groups.make_is_enough(1, version=3)
+    assert not is_enough(set())
+    assert is_enough({0})
+    young = groups.make_is_enough(1, version=2)
+    assert young(set()), "it has another step"
+
+
+@pytest.mark.parametrize("max_staleness, stale", [(0, [1, 2, 3]), (1, [2, 3]), (2, [3])])
+def test_groups_are_too_old_for_the_next_step_by_one_step_more(max_staleness, stale):
+    """Groups of an age of 0, 1 and 2 in a step of version 5; a group without tokens has no age."""
+    groups = OpenGroups(max_staleness, finishes_old=False)
+    groups.groups = [complete_group(number, version=6 - number) for number in (3, 1, 2)]
+    groups.groups.append(OpenGroup(4, 4, [OpenResponse(seed=0)]))
+    assert sorted(group.number for group in groups.take_stale(5)) == stale
+    assert [group.number for group in groups.groups if group.number in stale] == []
+    assert 4 in [group.number for group in groups.groups]

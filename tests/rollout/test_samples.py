@@ -12,6 +12,7 @@ import torch.distributed as dist
 from config import InputError
 from data.prompts import Prompt
 from rl.models import mini_batch_prompts
+from rollout.grading.grader import Failure
 from rollout.records import MAX_WRITTEN, append_failures, examples, write_samples
 from rollout.samples import Samples, concat
 from tests.support.ranks import on_ranks
@@ -276,3 +277,70 @@ def test_a_full_disk_is_told_with_the_file_and_its_bytes(tmp_path):
         ):
             write(tmp_path / "full" / "step_1.jsonl")
         shutil.rmtree(tmp_path / "full")
+
+
+def test_a_line_has_all_that_is_known_of_a_sequence_and_its_details_before_its_row(tmp_path):
+    """Of an episode with parts, ages and messages at its last sequence."""
+    samples = make_episodes([Episode(3, 1.5, ["..xx", ".x"], is_truncated=True)])
+    samples.batch.fields["age"] = torch.tensor([0.0, 0, 2, 1, 0, 1])
+    samples = replace(
+        samples,
+        parts={"right": torch.tensor([1.0, 1.0]), "short": torch.tensor([0.5, 0.5])},
+        details=[{}, {"messages": ["hello"]}],
+    )
+    write_samples(samples, tmp_path / "step_1.jsonl")
+    first, last = map(json.loads, (tmp_path / "step_1.jsonl").read_text().splitlines())
+    of_both = {"group": 3, "episode": 0, "prompt": "prompt 3", "score": 1.5, "truncated": True}
+    of_both |= {"parts": {"right": 1.0, "short": 0.5}, "row": {}}
+    assert first == of_both | {"response": "..xx", "length": 2, "age": 2}
+    assert last == of_both | {"response": ".x", "length": 1, "age": 1, "messages": ["hello"]}
+    names = ["group", "episode", "prompt", "response", "score", "parts", "length", "truncated"]
+    assert [*last] == [*names, "age", "messages", "row"]
+
+
+def test_draws_are_joined_with_their_owners_baselines_and_rows():
+    first = make_samples([1, 2], [1, 2], [0, 0], baseline=[5.0, 6.0])
+    second = make_samples([3], [3], [1], baseline=[7.0])
+    first = replace(first, rows=torch.tensor([4, 4]), details=[{"a": 1}, {}], rank=1)
+    second = replace(second, rows=torch.tensor([9]), details=[{"b": 2}], rank=1)
+    first = replace(first, owner=torch.tensor([1, 1]))
+    both = concat([first, replace(second, owner=torch.tensor([1]))])
+    assert both.owner.tolist() == [1, 1, 1]
+    assert both.held.tolist() == [0, 1, 2]
+    assert both.baseline.tolist() == [5, 6, 7]
+    assert both.rows.tolist() == [4, 4, 9]
+    assert both.details == [{"a": 1}, {}, {"b": 2}]
+    assert both.lengths.tolist() == [3, 4, 5]
+    assert both.truncated.tolist() == [False, False, False]
+    assert [prompt.text for prompt in both.prompts] == ["prompt 0", "prompt 0", "prompt 1"]
+    kept = both.select(torch.tensor([True, False, True]))
+    assert kept.rows.tolist() == [4, 9]
+    assert kept.details == [{"a": 1}, {"b": 2}]
+
+
+def test_numbers_of_episodes_are_those_of_their_sequences():
+    """The second episode is longer in its second sequence, and the first in its first one."""
+    episodes = make_episodes([Episode(0, 1, ["..xxx", ".x"]), Episode(0, 2, ["..x", ".xxxxx"])])
+    index = episodes.episodes
+    assert index.largest(episodes.lengths).tolist() == [5, 6]
+    assert index.largest(-episodes.lengths).tolist() == [-2, -3]
+    assert index.total(episodes.response_lengths).tolist() == [4, 6]
+    alone = replace(episodes, episode=None).episodes
+    assert alone.largest(episodes.lengths).tolist() == episodes.lengths.tolist()
+
+
+def test_a_failure_is_written_with_its_kind_and_after_all_responses(tmp_path):
+    late = Failure("timeout", "waited", {"number": 1}, "slow text")
+    samples = make_samples([1], [1], [0], failures=[late, failure(3)])
+    append_failures(samples, tmp_path / "failures.jsonl", 8)
+    lines = [json.loads(line) for line in (tmp_path / "failures.jsonl").read_text().splitlines()]
+    assert lines[0] == {
+        "step": 8,
+        "response": "slow text",
+        "row": {"number": 1},
+        "failure": "timeout",
+        "trace": "waited",
+    }
+    write_samples(samples, tmp_path / "step_8.jsonl")
+    written = [json.loads(line) for line in (tmp_path / "step_8.jsonl").read_text().splitlines()]
+    assert [line.get("failure") for line in written] == [None, "timeout", "raised"]

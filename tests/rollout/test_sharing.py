@@ -11,7 +11,7 @@ from data.batching.plan import Plan
 from data.images.processor import ImageStore
 from engines.model.routes import FIELD
 from rollout.samples import Samples
-from rollout.sharing import Share, divide
+from rollout.sharing import Routes, Share, divide, plan_mini_batches
 from tests.engines.fsdp.cases import build
 from tests.support.guarded import unguarded
 from tests.support.models import make_image_model, make_model
@@ -178,3 +178,68 @@ def test_models_with_routing_of_their_own_get_all_but_the_routes():
     assert without.batch.input_ids is share.batch.input_ids
     assert without.indices is share.indices
     assert FIELD in share.batch.fields
+
+
+class RecordingEngine:
+    """Gives the k-th mini-batch to data-parallel rank k alone, and records what it plans.
+
+    The images of a response take as many FLOPs as it has tokens.
+    """
+
+    def __init__(self):
+        self.planned = []
+
+    def plan(self, lengths, image_flops):
+        place = len(self.planned)
+        self.planned.append((lengths, image_flops))
+        first = torch.arange(len(lengths)) + 10 * place
+        return Plan([], [], first, torch.full((len(lengths),), 1 + place))
+
+    def image_flops(self, batch):
+        return [float(length) for length in batch.lengths]
+
+
+@pytest.mark.parametrize("has_images", [False, True])
+def test_each_mini_batch_is_planned_by_its_whole_sequences_and_their_images(has_images):
+    """Prompts count, too. This rank holds the responses of rank 1, and knows only their images."""
+    samples = held_samples(1, 2)
+    if has_images:
+        batch = replace(samples.batch, rows=samples.held, image_store=object())
+        samples = replace(samples, batch=batch)
+    engine = RecordingEngine()
+    routes = plan_mini_batches(samples, MINI_BATCHES, engine, None)
+    inside = [[0, 3, 4, 6, 8], [1, 2, 5, 7, 9]]
+    for indices, (lengths, flops) in zip(inside, engine.planned, strict=True):
+        assert lengths == [LENGTHS[i] + 2 for i in indices]
+        is_known = [has_images and OWNERS[i] == 1 for i in indices]
+        assert flops == [length * known for length, known in zip(lengths, is_known)]
+    assert routes.first.tolist() == [0, 10, 11, 1, 2, 12, 3, 13, 4, 14]
+    assert routes.count.tolist() == [1, 2, 2, 1, 1, 2, 1, 2, 1, 2]
+    assert len(routes.plans) == 2
+
+
+def test_a_response_reaches_the_ranks_from_its_first_one_on():
+    routes = Routes([], torch.tensor([0, 1, 2]), torch.tensor([2, 1, 3]))
+    reached = [routes.reach(dp_rank).tolist() for dp_rank in range(6)]
+    assert reached == [
+        [True, False, False],
+        [True, True, False],
+        [False, False, True],
+        [False, False, True],
+        [False, False, True],
+        [False, False, False],
+    ]
+
+
+def test_only_the_first_rank_of_a_response_reports_its_numbers():
+    """Without other ranks, numbers that nobody reports stay 0, whatever their shape and dtype."""
+    samples = all_samples()
+    is_reporter = torch.tensor([True, False, True])
+    indices = torch.tensor([7, 2, 4])
+    share = Share(samples.batch.select(indices), indices, MINI_BATCHES, [], is_reporter)
+    gathered = share.gather_responses(torch.tensor([[1, 2], [3, 4], [5, 6]]))
+    assert gathered.dtype == torch.int64
+    expected = torch.zeros(10, 2, dtype=torch.int64)
+    expected[7] = torch.tensor([1, 2])
+    expected[4] = torch.tensor([5, 6])
+    assert torch.equal(gathered, expected)
