@@ -260,7 +260,7 @@ def combined(name: str, values: list[float], sizes: list[int]) -> float:
 
     sizes: the numbers of responses, or episodes, that were drawn
     """
-    if name.endswith("/max"):
+    if name.endswith(("/max", "_max")):
         return max(values)
     if name in COUNTS:
         return sum(values)

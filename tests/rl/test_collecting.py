@@ -421,6 +421,7 @@ def test_counts_of_draws_are_summed_and_maxima_are_not_weighted():
     sizes = [8, 1, 1]
     assert combined("episodes/tool_errors", values, sizes) == 8.0
     assert combined("episodes/turns/max", values, sizes) == 5.0
+    assert combined("perf/rollout_idle_max", values, sizes) == 5.0
     assert combined("episodes/tool_calls/mean", values, sizes) == (8 + 5 + 2) / 10
 
 
