@@ -402,6 +402,8 @@ def test_a_checkpoint_of_the_last_step_may_not_change_its_settings(tmp_path):
         f"{tmp_path} was saved after step 20, but this run has only 20 steps: raise "
         "trainer.total_epochs or set trainer.total_steps"
     )
+    with pytest.raises(InputError, match="after step 20, but this run has only 15 steps: raise"):
+        find_resume(config, None, fresh, 15)
     assert find_resume(config, None, fresh, 21) == tmp_path
 
 
