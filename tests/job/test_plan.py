@@ -194,7 +194,7 @@ def test_the_plan_hides_secrets_and_describes_the_data_before_the_steps(
     """It names the model as the user does."""
     monkeypatch.setenv("MY_API_KEY", "a secret of mine")
     make_model(tmp_path, "qwen3")
-    needed = [f"model.path={tmp_path}", "data.train_files=t", f"output_dir={tmp_path}"]
+    needed = [f"model.path={tmp_path}", "data.train_files=t", f"output_dir={tmp_path}/out"]
     config = load("sft.yaml", [*needed, "trainer.experiment_name=${oc.env:MY_API_KEY}"])
     run = SimpleNamespace(
         named_config=OmegaConf.merge(config, {"model": {"path": "a name on the hub"}}),
@@ -222,7 +222,7 @@ def test_the_plan_hides_secrets_and_describes_the_data_before_the_steps(
     ]
     assert lines[6].startswith("memory of one rank [GiB], estimated, with 16,384 tokens")
     assert lines[-1].startswith("checkpoint: ")
-    assert lines[-1].endswith(f" are free in {tmp_path}")
+    assert lines[-1].endswith(f" are free in {tmp_path}/out")
 
 
 def test_each_pipeline_stage_has_a_column_of_its_memory(tmp_path, capsys):
@@ -260,8 +260,12 @@ def test_the_plan_names_the_memory_of_replayed_experts(tmp_path, capsys):
     [
         (
             "sft",
-            ["engine.tensor_model_parallel_size=2", "engine.context_parallel_size=4"],
-            "2 data-parallel x 2 tensor-parallel x 4 context-parallel",
+            [
+                "engine.tensor_model_parallel_size=2",
+                "engine.context_parallel_size=4",
+                "engine.pipeline_model_parallel_size=2",
+            ],
+            "1 data-parallel x 2 tensor-parallel x 4 context-parallel x 2 pipeline-parallel",
         ),
         (
             "ppo",
