@@ -267,7 +267,7 @@ def report_lines(paths: list[Path], uses: list[dict], is_training: bool) -> Iter
         if not file_use.columns:
             continue  # every row is an error or blank
         if file_use.num_files > 1:
-            name += f" and {file_use.num_files - 1} more files"
+            name += f" and {count_of(file_use.num_files - 1, 'more file')}"
         for line in lines_of_file(file_use, is_training):
             yield f"{name}: {line}"
 

@@ -1,5 +1,6 @@
 """Ranks that start with different settings, files or libraries."""
 
+import importlib.metadata
 import platform
 import shutil
 import sys
@@ -60,6 +61,38 @@ def test_only_ranks_with_the_same_other_value_are_named():
     assert first_difference(setups, ["a"] * 4).startswith(
         "torch differs between ranks: 2.11 on rank 0, 2.12 on ranks 1, 3: start all ranks"
     )
+
+
+def test_what_a_rank_lacks_is_missing_there():
+    setups = [{"torch": "2.11"}, {"torch": "2.11", "the file mine.py": "1f"}]
+    assert first_difference(setups, ["a", "a"]) == (
+        "the file mine.py differs between ranks: missing on rank 0, 1f on rank 1: start all ranks "
+        "with the same command, files and libraries"
+    )
+
+
+def test_ranks_of_many_nodes_are_shortened():
+    """Each node of two ranks is named once."""
+    setups = [{"torch": "2.11"}] + [{"torch": "2.12"}] * 19
+    hosts = [f"node{rank // 2}" for rank in range(20)]
+    others = "ranks 1, 2, 3, 4, 5, 6, 7, 8, ... (node0, node1, node2, node3, node4, node5, node6,"
+    assert f"2.11 on rank 0 (node0), 2.12 on {others} node7, ...): start" in first_difference(
+        setups, hosts
+    )
+
+
+def test_the_order_of_settings_can_differ_alone():
+    setups = [{"a": "1", "b": "2"}, {"b": "2", "a": "1"}]
+    assert first_difference(setups, ["a", "a"]) == (
+        "the ranks have the same settings in another order: start all ranks with the same command, "
+        "files and libraries"
+    )
+
+
+def test_a_library_has_the_version_of_its_first_installed_distribution():
+    version = importlib.metadata.version("pytest")
+    assert consistency.installed_version(["no-such-package", "pytest", "torch"]) == version
+    assert consistency.installed_version(["no-such-package"]) == "not installed"
 
 
 def test_a_file_that_the_configuration_names_is_compared(tmp_path, monkeypatch):

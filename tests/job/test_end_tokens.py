@@ -135,3 +135,59 @@ def test_a_template_whose_end_token_ends_no_response(
     else:
         assert f"ends a turn with <|im_end|> ({turn_end}), but a response ends only" in printed
         assert warned in printed
+
+
+def load_two_ends(folder, tmp_path, *settings):
+    """Return the arguments of find_new_end_ids(), with a checkpoint that names token 7."""
+    chat = ChatTokenizer.load(make_tokenizer(), folder / "model")
+    config, train = load_rows(folder, chat, *settings)
+    checkpoint = tmp_path / "checkpoint"
+    (checkpoint / "hf").mkdir(parents=True)
+    (checkpoint / "hf" / "config.json").write_text(json.dumps({"eos_token_id": [TEXT_END, 7]}))
+    return config, chat, train, checkpoint
+
+
+def test_new_end_tokens_are_named_in_order_with_the_files_that_lack_them(folder, tmp_path, capsys):
+    config, chat, train, checkpoint = load_two_ends(folder, tmp_path)
+    turn_end = chat.tokenizer.eos_token_id
+    named = {token: f"{chat.decode([token])} ({token})" for token in (7, turn_end)}
+    expected = sorted([7, turn_end])
+    capsys.readouterr()
+    assert find_new_end_ids(config, chat, train, checkpoint) == expected
+    assert capsys.readouterr().out == (
+        f"the rows teach the model to end a turn with {named[expected[0]]}, {named[expected[1]]}, "
+        "which generation_config.json and config.json of "
+        f"model.path={folder}/model do not name: exports will name them in "
+        "generation_config.json\n"
+    )
+
+
+@pytest.mark.parametrize("has_checkpoint, pronoun", [(False, "it"), (True, "them")])
+def test_with_adapters_the_base_needs_the_end_token_as_well(
+    folder, tmp_path, capsys, has_checkpoint, pronoun
+):
+    config, chat, train, checkpoint = load_two_ends(folder, tmp_path, "model.lora.rank=4")
+    find_new_end_ids(config, chat, train, checkpoint if has_checkpoint else None)
+    assert capsys.readouterr().out.endswith(
+        f"do not name: merged exports will name {pronoun} in generation_config.json. To use the "
+        f"adapter alone, add {pronoun} to eos_token_id there\n"
+    )
+
+
+def test_the_warning_about_an_end_token_is_printed_once_and_by_one_rank(
+    folder, capsys, monkeypatch
+):
+    """The sampling of the run and of its validation both lack it."""
+    needed = [f"model.path={folder}/model", "data.train_files=x", "data.val_files=x"]
+    config = load("ppo.yaml", [*needed, "validation.stop=[y]"])
+    chat = ChatTokenizer.load(make_tokenizer(), folder / "model")
+    turn_end = chat.tokenizer.eos_token_id
+    warn_of_end_token(config, chat)
+    assert capsys.readouterr().out == (
+        f"warning: the chat template ends a turn with <|im_end|> ({turn_end}), but a response ends "
+        f"only with {chat.decode([TEXT_END])} ({TEXT_END}): add {turn_end} to eos_token_id in "
+        f"generation_config.json of model.path={folder}/model, or set rollout.stop=['<|im_end|>']\n"
+    )
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    warn_of_end_token(config, chat)
+    assert capsys.readouterr().out == ""

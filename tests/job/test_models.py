@@ -193,3 +193,40 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(tmp_path):
     (tmp_path / "model").write_text("")
     with pytest.raises(InputError, match="it is a file; give the directory that holds it"):
         models.download(str(tmp_path / "model"), "model.path", ["*"])
+
+
+def test_the_warning_about_a_long_row_has_both_numbers_and_comes_from_one_rank(capsys, monkeypatch):
+    hf_config = SimpleNamespace(max_position_embeddings=4096)
+    models.warn_of_length(hf_config, 12345)
+    assert capsys.readouterr().out == (
+        "warning: a row has 12,345 tokens, more than the model's max_position_embeddings=4,096: "
+        "lower data.max_length unless the model is meant to learn longer positions\n"
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    models.warn_of_length(hf_config, 12345)
+    assert capsys.readouterr().out == ""
+
+
+TRAINED = ["model.mtp.enable=true", "model.mtp.enable_train=true"]
+
+
+@pytest.mark.parametrize("number, pairs", [(0, []), (2, TRAINED)], ids=["missing", "trained"])
+def test_mtp_layers_that_are_missing_or_trained_are_not_reported(capsys, number, pairs):
+    config = load("sft.yaml", ["model.path=m", "data.train_files=t", *pairs])
+    models.report_unused_mtp(config, PretrainedConfig(num_nextn_predict_layers=number))
+    assert capsys.readouterr().out == ""
+
+
+def test_an_answer_of_the_hub_is_one_line_that_names_the_key(monkeypatch):
+    """The hub explains an error in several lines, of which the first says what is wrong."""
+
+    def snapshot_download(name, allow_patterns):
+        raise OSError(f"{name} is not a model\nlog in with a token")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(InputError) as caught:
+        models.download("org/name", "critic.path", ["*"])
+    assert str(caught.value) == (
+        "critic.path=org/name is neither a directory nor a model on the hub: org/name is not a "
+        "model; correct the name, or give the directory of a copy that you have downloaded"
+    )

@@ -4,6 +4,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
 from common import disk
 from config import InputError, load
@@ -13,8 +14,8 @@ from engines.heads import Head
 from engines.memory import GIB
 from examples.arithmetic import make_tokenizer
 from job.hardware import Hardware
-from job.plan import describe_rows, layout, print_plan, print_rollout
-from rollout.vllm import capacity
+from job.plan import describe_rows, layout, print_memory, print_plan, print_rollout
+from rollout.vllm import capacity, routing
 from tests.support.models import make_model
 
 
@@ -185,3 +186,95 @@ def test_a_dry_run_needs_no_weights(tmp_path, engine, settings):
     assert estimate("described", "dry_run=true") == estimate("whole")
     with pytest.raises(InputError, match="described lacks model.safetensors"):
         estimate("described")
+
+
+def test_the_plan_hides_secrets_and_describes_the_data_before_the_steps(
+    tmp_path, capsys, monkeypatch
+):
+    """It names the model as the user does."""
+    monkeypatch.setenv("MY_API_KEY", "a secret of mine")
+    make_model(tmp_path, "qwen3")
+    needed = [f"model.path={tmp_path}", "data.train_files=t", f"output_dir={tmp_path}/out"]
+    config = load("sft.yaml", [*needed, "trainer.experiment_name=${oc.env:MY_API_KEY}"])
+    run = SimpleNamespace(
+        named_config=OmegaConf.merge(config, {"model": {"path": "a name on the hub"}}),
+        world_size=1,
+        hardware=Hardware(1, "cpu", 0),
+        train=Rows("abc"),
+        chat_tokenizer=lambda: ChatTokenizer(make_tokenizer()),
+        val=Rows("d"),
+        total_steps=8,
+        resume_from=None,
+    )
+    monkeypatch.setattr("job.plan.preview_dataset", lambda data, chat, number: [f"{number} rows"])
+    print_plan(run, {None: config})
+    printed = capsys.readouterr().out
+    assert "a secret of mine" not in printed
+    assert "path: a name on the hub" in printed
+    lines = printed[printed.index("layout: ") :].splitlines()
+    rows = "3 rows with 7 tokens; the longest row has 4 tokens"
+    assert lines[1:6] == [
+        f"train: {rows}",
+        f"val: {rows}",
+        "the first rows, with the trained tokens highlighted:",
+        "3 rows",
+        "steps: 8",
+    ]
+    assert lines[6].startswith("memory of one rank [GiB], estimated, with 16,384 tokens")
+    assert lines[-1].startswith("checkpoint: ")
+    assert lines[-1].endswith(f" are free in {tmp_path}/out")
+
+
+def test_each_pipeline_stage_has_a_column_of_its_memory(tmp_path, capsys):
+    make_model(tmp_path, "qwen3", num_hidden_layers=4)
+    needed = [f"model.path={tmp_path}", "data.train_files=t", f"output_dir={tmp_path}"]
+    pairs = ["model_engine=megatron", "engine.pipeline_model_parallel_size=2"]
+    config = load("sft.yaml", [*needed, *pairs, "data.max_tokens_per_micro_batch=2048"])
+    run = SimpleNamespace(world_size=2, hardware=Hardware(2, "cuda", 80 * GIB))
+    print_memory(config, run, None)
+    header, *rows, checkpoint = capsys.readouterr().out.splitlines()
+    assert header.startswith("memory of one rank [GiB], estimated")
+    assert header.endswith(" for each pipeline stage, with 2,048 tokens in a micro-batch:")
+    stages = engine_class("megatron").estimate_memory(config, 2, "cuda", Head.LOG_PROBS, True)
+    assert len(stages) == 2
+    expected = []
+    for name in stages[0].rows():
+        numbers = [stage.rows()[name] / GIB for stage in stages]
+        expected.append(f"  {name:<30}" + "".join(f"{number:9.2f}" for number in numbers))
+    assert rows == expected
+    assert checkpoint.startswith("checkpoint: ")
+
+
+def test_the_plan_names_the_memory_of_replayed_experts(tmp_path, capsys):
+    make_model(tmp_path, "qwen3_moe")
+    needed = [f"model.path={tmp_path}", "data.train_files=t", "rollout.routing_replay=true"]
+    config = load("ppo.yaml", needed)
+    run = SimpleNamespace(world_size=2, hardware=Hardware(2, "cpu", 0))
+    print_rollout(config, run)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [routing.describe_memory(config, 2)]
+
+
+@pytest.mark.parametrize(
+    "script, pairs, text",
+    [
+        (
+            "sft",
+            [
+                "engine.tensor_model_parallel_size=2",
+                "engine.context_parallel_size=4",
+                "engine.pipeline_model_parallel_size=2",
+            ],
+            "1 data-parallel x 2 tensor-parallel x 4 context-parallel x 2 pipeline-parallel",
+        ),
+        (
+            "ppo",
+            ["engine.pipeline_model_parallel_size=2", "engine.expert_model_parallel_size=4"],
+            "8 data-parallel x 2 pipeline-parallel; experts divided by 4 within a pipeline stage "
+            "to train, 16 vLLM x 1 tensor-parallel to generate",
+        ),
+    ],
+)
+def test_the_layout_of_megatron_has_several_kinds_at_once(script, pairs, text):
+    needed = ["model.path=m", "data.train_files=t", "model_engine=megatron"]
+    assert layout(load(f"{script}.yaml", [*needed, *pairs]), 16) == text

@@ -373,3 +373,67 @@ def test_a_run_that_only_validates_may_read_a_checkpoint_beyond_its_last_step(tm
 
 def config_with(resume):
     return load("sft.yaml", ["model.path=m", "data.train_files=t", f"trainer.resume={resume}"])
+
+
+def test_several_changes_are_reported_line_by_line(tmp_path, capsys):
+    old = {"trainer.seed": 1, "rollout.n": 4, "data.shuffle": True}
+    new = {"trainer.seed": 2, "rollout.n": 8, "data.shuffle": True}
+    (tmp_path / "trainer.json").write_text(json.dumps({"step": 3, "run": old}))
+    override = "trainer.resume_override=[rollout.n,trainer.seed,data.shuffle]"
+    needed = ["model.path=m", "data.train_files=t", f"trainer.resume={tmp_path}"]
+    config = load("sft.yaml", [*needed, override])
+    assert find_resume(config, None, Progress(identity=new), 20) == tmp_path
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path} was written with trainer.seed=1, now it is 2, as trainer.resume_override "
+        "allows",
+        f"{tmp_path} was written with rollout.n=4, now it is 8, as trainer.resume_override allows",
+    ]
+
+
+def test_a_checkpoint_of_the_last_step_may_not_change_its_settings(tmp_path):
+    """Nothing would be trained with them. One step more, and they are used."""
+    (tmp_path / "trainer.json").write_text(json.dumps({"step": 20, "run": {"trainer.seed": 1}}))
+    needed = ["model.path=m", "data.train_files=t", f"trainer.resume={tmp_path}"]
+    config = load("sft.yaml", [*needed, "trainer.resume_override=[trainer.seed]"])
+    fresh = Progress(identity={"trainer.seed": 2})
+    with pytest.raises(InputError) as caught:
+        find_resume(config, None, fresh, 20)
+    assert str(caught.value) == (
+        f"{tmp_path} was saved after step 20, but this run has only 20 steps: raise "
+        "trainer.total_epochs or set trainer.total_steps"
+    )
+    with pytest.raises(InputError, match="after step 20, but this run has only 15 steps: raise"):
+        find_resume(config, None, fresh, 15)
+    assert find_resume(config, None, fresh, 21) == tmp_path
+
+
+def test_a_change_that_shapes_the_weights_has_no_override_in_its_message(tmp_path):
+    (tmp_path / "trainer.json").write_text(json.dumps({"step": 3, "run": {"optim.name": "muon"}}))
+    with pytest.raises(InputError) as caught:
+        find_resume(config_with(tmp_path), None, Progress(identity={"optim.name": "adamw"}), 20)
+    assert str(caught.value) == (
+        f"{tmp_path} was written with optim.name=muon, now it is adamw: set it back, or start a "
+        "new run in another output_dir"
+    )
+
+
+def test_a_checkpoint_with_other_adapters_than_it_started_from_is_refused(tmp_path):
+    saved = Progress(identity={}, lora={"adapter_path": "first"}, step=2)
+    (tmp_path / "trainer.json").write_text(json.dumps(saved.to_json()))
+    pairs = ["model.path=m", "data.train_files=t", "model.lora.rank=4"]
+    config = load("sft.yaml", [*pairs, "model.lora.adapter_path=x", f"trainer.resume={tmp_path}"])
+    with pytest.raises(InputError) as caught:
+        find_resume(config, None, Progress(identity={}), 20)
+    assert str(caught.value) == (
+        f"model.lora.adapter_path=x is only for the start of a run, but {tmp_path} already has "
+        "adapters: leave it out, or start a new run in another output_dir"
+    )
+
+
+def test_the_progress_in_a_checkpoint_has_the_name_that_older_versions_gave_it():
+    progress = Progress(identity={"trainer.seed": 3}, step=2)
+    written = progress.to_json()
+    assert written["run"] == {"trainer.seed": 3}
+    assert written["step"] == 2
+    assert "identity" not in written
+    assert progress.identity == {"trainer.seed": 3}

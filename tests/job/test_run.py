@@ -24,6 +24,7 @@ from job.setup import check_directories, check_skipped, check_validation, count_
 from job.signals import Agreement
 from profiling import Profiler
 from tests.support.launch import ROOT
+from tests.support.models import make_model
 
 CPU = torch.device("cpu")
 STEPS_PER_EPOCH = 5
@@ -432,3 +433,88 @@ def test_a_resumed_run_continues_its_checkpoint_and_exports_its_model(
     first_line = capsys.readouterr().out.splitlines()[0]
     assert first_line.startswith(f"resuming from step_7: step {step} of 10")
     assert first_line.endswith("1 row, 2 data-parallel ranks on cpu")
+
+
+def test_settings_that_only_a_validation_reads_are_named_together():
+    pairs = ["model.path=x", "data.train_files=x", "trainer.test_freq=3", "data.val_max_samples=5"]
+    with pytest.raises(InputError) as caught:
+        check_validation(load("sft.yaml", pairs))
+    assert str(caught.value) == (
+        "trainer.test_freq=3, data.val_max_samples=5 does nothing without data.val_files or "
+        "data.val_size: set one of these, or leave it out"
+    )
+
+
+def test_skipped_updates_are_beside_their_limit():
+    with pytest.raises(InputError) as caught:
+        check_skipped(SimpleNamespace(max_skipped_steps=4), 5, 30, is_last=False)
+    assert str(caught.value) == (
+        "the gradient was not finite in 5 of 30 updates (trainer.max_skipped_steps=4): lower "
+        "optim.lr, or look at the data and the rewards"
+    )
+
+
+@pytest.mark.parametrize("rank, is_printed", [("0", True), ("1", False)])
+def test_one_rank_warns_of_epochs_that_are_not_used(monkeypatch, capsys, rank, is_printed):
+    monkeypatch.setenv("RANK", rank)
+    settings = ["model.path=x", "data.train_files=x", "data.train_batch_size=4"]
+    settings += ["trainer.total_epochs=300", "trainer.total_steps=70"]
+    assert count_steps(load("sft.yaml", settings), range(20)) == (5, 70)
+    warning = (
+        "warning: trainer.total_epochs=300 (1,500 steps) is not used, because "
+        "trainer.total_steps=70 is set: leave out one of them\n"
+    )
+    assert capsys.readouterr().out == (warning if is_printed else "")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_reports_each_notice_of_the_order(run, capsys, rank):
+    """Of five rows, the last one never fills a batch of two."""
+    run.config = OmegaConf.merge(run.config, {"data": {"shuffle": False, "train_batch_size": 2}})
+    run.train = range(5)
+    run.rank = rank
+    run.choose_order()
+    assert run.order.rows_of_batch(1).tolist() == [2, 3]
+    assert len(run.order.notices) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == (run.order.notices if rank == 0 else [])
+
+
+@pytest.mark.parametrize("rank, is_dry", [(0, False), (1, False), (0, True)])
+def test_a_run_that_may_lack_memory_is_warned_by_one_rank(
+    run, process_group, tmp_path, capsys, rank, is_dry
+):
+    """Also in a dry run, which has no heartbeat to explain the error of a rank without memory."""
+    make_model(tmp_path / "model", "qwen3")
+    model = {"model": {"path": str(tmp_path / "model")}}
+    run.config = OmegaConf.merge(run.config, model)
+    run.hardware = Hardware(1, "cuda", 2**20)
+    run.rank = rank
+    if is_dry:
+        run.heartbeat = None
+    run.plan_memory({None: run.config})
+    expected = run.memory_plan.warnings()
+    assert len(expected) == 1
+    assert capsys.readouterr().out.splitlines() == (expected if rank == 0 else [])
+    if not is_dry:
+        assert run.heartbeat.explain_out_of_memory == run.memory_plan.explain
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checkpoints_are_kept_and_written_as_the_run_is_configured(
+    own_signals, process_group, tmp_path, asynchronous
+):
+    pairs = ["trainer.max_checkpoints=7", f"trainer.async_save={asynchronous}"]
+    run = make_run(tmp_path, *pairs)
+    run.find_checkpoint(Progress(identity={}))
+    assert run.checkpointer.directory == tmp_path / "checkpoints"
+    assert run.checkpointer.max_checkpoints == 7
+    assert run.checkpointer.asynchronous == asynchronous
+    assert run.resume_from is None
+
+
+def test_a_run_without_rows_to_validate_never_validates(run):
+    run.val = None
+    run.progress.step = 4
+    assert run.is_due(4)
+    assert not run.is_validation_due

@@ -1,6 +1,7 @@
 """What msprobe dumps, and that dumps do not change training."""
 
 import json
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -61,6 +62,44 @@ def test_a_named_stage_that_never_ran_is_reported(tmp_path, capsys):
     profiler.close()
     printed = capsys.readouterr().out
     assert "msprobe dumped nothing of validate, which did not run in the interval" in printed
+
+
+def test_the_cost_of_the_first_dumped_step_is_reported_once(tmp_path, capsys):
+    """It is compared with the step before the interval. Other stages do not count."""
+    model, engine = linear()
+    stages = "profiler.msprobe.stages=[train_batch,validate]"
+    profiler = dumping(tmp_path, "trainer.profile_interval=[2,9]", stages)
+    seconds = {}
+    for step in (1, 2, 3):
+        profiler.begin_step(step)
+        for stage in ("train_batch", "validate"):
+            with profiler.stage(stage, engine):
+                model(torch.ones(1, 4))
+        with profiler.stage("data"):
+            time.sleep(0.02)
+        times = profiler.end_step()
+        seconds[step] = times["timing/train_batch"] + times["timing/validate"]
+    profiler.close()
+    files = [path for path in (tmp_path / "profile/step_2").rglob("*") if path.is_file()]
+    num_bytes = sum(path.stat().st_size for path in files)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "msprobe dumped" in line]
+    assert lines == [
+        "rank 0: msprobe dumped train_batch, validate with statistics L0: "
+        f"{seconds[2]:.3g} s in these stages ({seconds[1]:.3g} s in the step before), "
+        f"{num_bytes / 1e6:.3g} MB per step and rank"
+    ]
+
+
+def test_without_a_step_before_the_first_dump_its_cost_is_compared_with_nothing(tmp_path, capsys):
+    model, engine = linear()
+    profiler = dumping(tmp_path, "profiler.msprobe.stages=[train_batch]")
+    profiler.begin_step(1)
+    with profiler.stage("train_batch", engine):
+        model(torch.ones(1, 4))
+    seconds = profiler.end_step()["timing/train_batch"]
+    profiler.close()
+    printed = capsys.readouterr().out
+    assert f"with statistics L0: {seconds:.3g} s in these stages, " in printed
 
 
 def test_dumps_do_not_nest(tmp_path):

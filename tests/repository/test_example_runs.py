@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples import arithmetic, calculator, loop, self_play
+from config import InputError, load
+from examples import arithmetic, calculator, colours, loop, self_play
 from rollout.episodes.client import Reply, ToolCall
 
 # -- the calculator --------------------------------------------------------------------------------
@@ -93,6 +94,21 @@ def test_the_first_and_the_last_validation_of_a_run_are_shown(tmp_path, capsys):
         "After 10 steps of reinforcement learning:",
         '    What is 3*4? calculate({"expression": "3*4"}) -> 12 -> 12 (right)',
         "    2 of 3 replies are right (67%)",
+    ]
+
+
+def test_a_built_calculator_is_described_by_its_sizes(tmp_path, monkeypatch, capsys):
+    for name, size in {"NUM_TRACES": 3, "NUM_TRAIN": 2, "NUM_VAL": 1}.items():
+        monkeypatch.setattr(calculator, name, size)
+    calculator.build(tmp_path)
+    for name, size in {"traces": 3, "train": 2, "val": 1}.items():
+        assert len((tmp_path / f"{name}.jsonl").read_text().splitlines()) == size
+    model, tokenizer = load_model(tmp_path / "model")
+    num_millions = sum(weight.numel() for weight in model.parameters()) / 1e6
+    assert "<tool_call>" in tokenizer.get_vocab()
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path}/model: Qwen3, {num_millions:.1f} M random parameters",
+        f"{tmp_path}/traces.jsonl: 3 conversations; train.jsonl, val.jsonl: 2 and 1 problems",
     ]
 
 
@@ -192,3 +208,70 @@ def test_players_learn_from_what_they_won_more_than_others():
     fields = share.batch.fields
     assert fields["advantages"].tolist() == pytest.approx([0, -4 / 3, -4 / 3, 0, 2 / 3])
     assert fields["weight"].tolist() == pytest.approx([0, 1 / 8, 1 / 8, 0, 1 / 8])
+
+
+# -- what examples print and refuse ----------------------------------------------------------------
+
+
+def test_built_arithmetic_is_described_by_its_sizes_and_first_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(arithmetic, "NUM_TRAIN", 5)
+    monkeypatch.setattr(arithmetic, "NUM_VAL", 4)
+    arithmetic.build(tmp_path)
+    model, tokenizer = load_model(tmp_path / "model")
+    num_millions = sum(weight.numel() for weight in model.parameters()) / 1e6
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        f"{tmp_path}/model: Qwen3, {num_millions:.1f} M random parameters, {len(tokenizer)} tokens"
+    )
+    assert lines[1] == (
+        f"{tmp_path}/train.jsonl, val.jsonl: 5 and 4 conversations; the first three:"
+    )
+    val = (tmp_path / "val.jsonl").read_text().splitlines()
+    shown = []
+    for line in val[:3]:
+        question, reply = (message["content"] for message in json.loads(line)["messages"])
+        shown.append(f"    {question:30} -> {reply}")
+    assert lines[2:] == shown
+    sizes = {}
+    for folder in (".", "worked", "pairs"):
+        for name in ("train", "val"):
+            text = (tmp_path / folder / f"{name}.jsonl").read_text()
+            sizes[f"{folder}/{name}"] = len(text.splitlines())
+    assert {name: size for name, size in sizes.items() if name.endswith("train")} == dict.fromkeys(
+        ["./train", "worked/train", "pairs/train"], 5
+    )
+    assert {size for name, size in sizes.items() if name.endswith("val")} == {4}
+
+
+def test_built_colours_are_described_by_their_sizes_and_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(colours, "NUM_TRAIN", 3)
+    monkeypatch.setattr(colours, "NUM_VAL", 2)
+    colours.build(tmp_path)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path}/model: PaddleOCR-VL, 0.6 M random parameters",
+        f"{tmp_path}/train.jsonl, val.jsonl: 3 and 2 pictures of squares in "
+        + ", ".join(colours.COLOURS),
+    ]
+    for name, size in {"train": 3, "val": 2, "words": 3}.items():
+        assert len((tmp_path / f"{name}.jsonl").read_text().splitlines()) == size
+
+
+@pytest.mark.parametrize(
+    "setting, key",
+    [
+        ("algorithm.clip_ratio_low=0.1", "algorithm"),
+        ("critic.warmup_steps=2", "critic"),
+        ("reference.path=r", "reference"),
+        ("reward.model.path=r", "reward.model"),
+        ("reward.step_rewards=true", "reward.step_rewards"),
+        ("reward.overlong_buffer=4", "reward.overlong_buffer"),
+        ("data.teacher_prompt_key=t", "data.teacher_prompt_key"),
+        ("dry_run=true", "dry_run"),
+        ("trainer.val_only=true", "trainer.val_only"),
+    ],
+)
+def test_a_loop_of_your_own_refuses_what_it_does_not_read(setting, key):
+    needed = ["model.path=m", "data.train_files=t", "data.val_files=v"]
+    with pytest.raises(InputError) as caught:
+        loop.main(load("ppo.yaml", [*needed, setting]))
+    assert str(caught.value) == f"examples/loop.py does not read {key}: leave it out"

@@ -1,6 +1,8 @@
 """examples/game.py: games of its scripted player, and episodes of a model."""
 
+import asyncio
 import json
+import random
 import re
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from examples import game
 from examples.arithmetic import make_model, make_tokenizer
 from examples.calculator import read_validations
+from rollout.episodes.client import Reply
 from tests.support.recipes import run_both_recipes
 
 SIZES = {"traces": 300, "val_traces": 10, "train": 10, "val": 5}
@@ -78,6 +81,81 @@ def test_rows_have_the_prompt_of_the_game_and_seeds_of_their_own():
     prompt = rows["traces"][0]["messages"][0]["content"]
     assert prompt == rows["val"][0]["prompt"]
     assert "between 1 and 100" in prompt
+
+
+class Player:
+    """Answers with these numbers in turn, and keeps the messages that it has seen."""
+
+    def __init__(self, numbers: list[int]):
+        self.numbers = [*numbers]
+        self.seen = []
+
+    async def chat(self, messages: list[dict]) -> Reply:
+        self.seen.append([message["content"] for message in messages])
+        text = f"[{self.numbers.pop(0)}]"
+        return Reply({"role": "assistant", "content": text}, text, None, [], "stop", [])
+
+
+def test_an_episode_ends_with_the_right_number_which_scores_1():
+    number = number_of(5)
+    others = [guess for guess in (20, 80) if guess != number]
+    player = Player([*others, number, 1])
+    assert asyncio.run(game.play({"seed": 5}, player)) == 1.0
+    assert player.numbers == [1], "the game is over"
+    prompt = game.read_game(game.start_game(5))
+    assert player.seen[0] == [prompt]
+    for seen, guess in zip(player.seen[1:], others):
+        hint = "higher" if guess < number else "lower"
+        assert seen[-2] == f"[{guess}]"
+        assert seen[-1].startswith(f"The target number is {hint}.")
+
+
+def test_an_episode_without_the_right_number_ends_after_seven_guesses_and_scores_0():
+    number = number_of(5)
+    wrong = [guess for guess in range(1, 12) if guess != number][:9]
+    player = Player(wrong)
+    assert asyncio.run(game.play({"seed": 5}, player)) == 0.0
+    assert len(player.seen) == 7
+
+
+class Chooser(random.Random):
+    """Is careful or not, and returns all numbers that it may choose from."""
+
+    def __init__(self, number: float):
+        super().__init__()
+        self.number = number
+
+    def random(self) -> float:
+        return self.number
+
+    def choice(self, numbers: list[int]) -> list[int]:
+        return numbers
+
+
+@pytest.mark.parametrize(
+    "number, expected",
+    [(0.69, [*range(21, 60)]), (0.71, [n for n in range(1, 101) if n not in (5, 20, 60, 90)])],
+    ids=["careful", "careless"],
+)
+def test_a_careful_guess_lies_between_all_hints_and_no_guess_is_repeated(number, expected):
+    hints = [(5, "higher"), (90, "lower"), (60, "lower"), (20, "higher")]
+    assert game.choose_number(hints, Chooser(number)) == expected
+
+
+def test_build_writes_and_names_a_file_of_each_kind(tmp_path, monkeypatch, capsys):
+    sizes = {"traces": 4, "val_traces": 3, "train": 2, "val": 1}
+    monkeypatch.setattr(game, "NUM_ROWS", sizes)
+    folder = tmp_path / "new" / "game"
+    game.build(folder)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{folder}/{name}.jsonl: {size} games" for name, size in sizes.items()
+    ]
+    rows = {}
+    for name in sizes:
+        lines = (folder / f"{name}.jsonl").read_text().splitlines()
+        rows[name] = [json.loads(line) for line in lines]
+    assert rows == game.make_rows(sizes)
+    assert [row["seed"] for row in rows["train"] + rows["val"]] == [7, 8, 9]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """examples/self_play.py: the game, and a short run of two players on two ranks."""
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from config import InputError, load
 from examples import self_play
 from tests.support.launch import launch, metrics, run
 
@@ -70,6 +72,44 @@ def test_skipped_updates_of_both_players_are_counted():
     *_, metrics = self_play.play(run, Roles(), states)
     assert metrics == {"actor/skipped": 1, "game/winnings": 0}
     assert progress.batch == 2
+
+
+def test_build_writes_a_model_and_the_same_prompt_64_times(tmp_path):
+    self_play.build(tmp_path)
+    lines = (tmp_path / "prompts.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"prompt": "Name a number from 0 to 9."}] * 64
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        file.name for file in (tmp_path / "model").iterdir()
+    }
+
+
+LORA = "model.lora.rank=4"
+NO_FAILURES = "reward.max_failure_rate=0"
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            [LORA, NO_FAILURES, "algorithm.clip_ratio_low=0.1"],
+            "does not read algorithm: leave it out",
+        ),
+        (
+            [LORA, NO_FAILURES, "rollout.partial.enable=true"],
+            "does not read rollout.partial: leave",
+        ),
+        ([LORA, NO_FAILURES, "dry_run=true"], "does not read dry_run: leave it out"),
+        ([NO_FAILURES], "needs model_engine=fsdp and model.lora.rank > 0"),
+        ([LORA, NO_FAILURES, "model_engine=megatron"], "needs model_engine=fsdp and model.lora"),
+        ([LORA], "missing: set reward.max_failure_rate=0"),
+    ],
+)
+def test_a_setting_that_the_example_lacks_is_reported_before_anything_starts(settings, message):
+    config = load("ppo.yaml", ["model.path=m", "data.train_files=t", *settings])
+    with pytest.raises(InputError) as caught:
+        self_play.main(config)
+    assert str(caught.value).startswith("examples/self_play.py ")
+    assert message in str(caught.value)
 
 
 @pytest.fixture(scope="module")

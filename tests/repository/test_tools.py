@@ -1,6 +1,7 @@
 """examples/tools.py: problems and traces for a pretrained model that calls a calculator."""
 
 import json
+import random
 import re
 from pathlib import Path
 
@@ -50,6 +51,38 @@ def test_half_of_the_traces_call_the_calculator_step_by_step():
             expression = call["function"]["arguments"]["expression"]
             assert result["content"] == str(eval(expression))
     assert num_calling / SIZES["traces"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_build_writes_its_files_and_the_template_of_the_calculator(tmp_path, monkeypatch, capsys):
+    sizes = {"val": 4, "train": 3, "traces": 2, "val_traces": 1}
+    monkeypatch.setattr(tools, "NUM_ROWS", sizes)
+    folder = tmp_path / "new" / "tools"
+    tools.build(folder)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{folder}/{name}.jsonl: {size} problems" for name, size in sizes.items()
+    ]
+    for name, rows in tools.make_rows(sizes).items():
+        lines = (folder / f"{name}.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == rows
+        assert all(("messages" in row) == name.endswith("traces") for row in rows)
+    assert (folder / "chat_template.jinja").read_text() == calculator.CHAT_TEMPLATE
+
+
+def test_later_steps_of_a_problem_begin_with_the_result_before():
+    steps = ["347*829", "287663+512", "288175-2907"]
+    assert tools.problem_text(steps) == "347*829+512-2907"
+    assert tools.problem_text(steps[:1]) == "347*829"
+    rng = random.Random(1)
+    numbers = []
+    for _ in range(200):
+        first, *later = tools.make_steps(rng)
+        numbers.append(len(later))
+        result = str(eval(first))
+        for step in later:
+            assert step.startswith(result)
+            assert step.removeprefix(result)[0] in "+-"
+            result = str(eval(step))
+    assert set(numbers) == {1, 2, 3}
 
 
 @pytest.mark.slow
