@@ -9,7 +9,7 @@ from config import load
 from engines.fsdp.engine import FSDPEngine
 from engines.heads import Head
 from engines.memory import Estimate
-from tests.support.models import make_model
+from tests.support.models import make_image_model, make_model
 
 # Of the llama below.
 VOCABULARY = 97
@@ -115,6 +115,27 @@ def test_a_layer_of_experts_keeps_copies_for_each_expert_of_a_token(mixture):
     assert estimate(mixture, COMPILED).activations == TOKENS * 3 * numbers * 2
 
 
+def test_fp8_spares_no_inputs_of_experts(mixture):
+    """Its linear layers are those of attention alone; experts keep the compute dtype."""
+    in_bf16 = estimate(mixture, COMPILED)
+    in_fp8 = estimate(mixture, COMPILED, "engine.float8=tensorwise")
+    assert in_fp8.activations == in_bf16.activations
+
+
+def test_images_keep_activations_until_the_end_of_the_backward_pass(tmp_path):
+    model = make_image_model(tmp_path / "model", "qwen2_5_vl")
+    with_images = "model.images=true"
+    start = estimate(model, with_images, num_ranks=2)
+    end = estimate(model, with_images, *FEW_TOKENS, num_ranks=2)
+    text = estimate(model, num_ranks=2)
+    assert not start.is_after_backward
+    assert start.image_activations > 0
+    assert end.is_after_backward
+    assert end.image_activations == 0
+    assert text.image_activations is None
+    assert estimate(model, with_images, is_trained=False).image_activations == 0
+
+
 # -- the output matrix -----------------------------------------------------------------------------
 
 
@@ -187,6 +208,18 @@ def test_states_in_host_memory_are_marked_and_do_not_count(model):
     assert {"parameters, host", "gradients, host", "optimizer, host"} < on_host.rows().keys()
     states = plain.parameters + plain.gradients + plain.optimizer
     assert on_host.device_total == plain.device_total - states
+
+
+def test_with_cpu_offload_sums_of_replicas_wait_beside_the_gradients(tmp_path):
+    """Weights on the host do not wait for the last micro-batch; FSDP keeps the sums of layers."""
+    model = make_model(tmp_path / "model", "llama", vocab_size=4096)
+    pairs = ["engine.cpu_offload=true", "engine.fsdp_size=2", *FEW_TOKENS]
+    result = estimate(model, *pairs, num_ranks=4)
+    assert result.is_after_backward
+    in_root = 2 * 4096 * HIDDEN + HIDDEN
+    in_layers = NUM_LAYERS * LAYER
+    assert result.unreduced_gradients == in_root * (2 + 4) + in_layers / 2 * 4
+    assert result.gradients == (in_root + in_layers) / 2 * 4
 
 
 # -- the optimizer ---------------------------------------------------------------------------------
