@@ -173,6 +173,15 @@ def test_tensor_parallel_ranks_divide_one_matrix_of_each_adapter(models):
     assert divided.gradients == 4 * rank * in_layer * 4
 
 
+def test_every_tensor_parallel_rank_has_the_inputs_of_layers_for_multi_token_prediction(models):
+    model = models / "mimo"
+    (rank,) = estimates(model, TP2, *MTP, num_ranks=2)
+    whole = count(model, "norm.weight", "layernorm.weight", ".input_proj.")
+    rest = sum(sizes_in_files(model).values()) - whole - count(model, EMBEDDING, OUTPUT_MATRIX)
+    padded = (VOCABULARY + 1) * 128
+    assert rank.parameters == (whole + rest / 2 + 2 * padded / 2) * 2
+
+
 def test_experts_are_divided_by_expert_parallel_ranks_alone(models):
     """Each rank has every router. Expert-parallel ranks divide their optimizer's state no more."""
     model = models / "qwen3_moe"
