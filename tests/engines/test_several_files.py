@@ -253,21 +253,33 @@ def test_only_a_dry_run_can_do_without_weights(single, tmp_path, dry_run):
     assert is_only_described(config) == (dry_run == "true")
 
 
-def megatron_weights(model: Path) -> dict[str, Tensor]:
-    """Return what a Megatron engine holds after it has read the files."""
+def megatron_weights(model: Path, settings: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return what Megatron engines hold after they have read the files."""
     pairs = [f"model.path={model}", "model_engine=megatron", "data.train_files=unused"]
-    config = load("sft.yaml", [*pairs, "engine.compute_dtype=float32"])
+    config = load("sft.yaml", [*pairs, "engine.compute_dtype=float32", *settings])
     engine = MegatronEngine(config, CPU, 1, optimize=False)
     return dict(engine.export_weights())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_megatron_fuses_matrices_of_several_files(single, dealt, tmp_path, family):
-    (exported,) = on_ranks(1, tmp_path, megatron_weights, dealt / family)
+@pytest.mark.parametrize(
+    "family, num_ranks, settings",
+    [
+        ("qwen3_moe", 1, ()),
+        ("llama", 2, ("engine.tensor_model_parallel_size=2",)),
+        ("qwen2_tied", 2, ("engine.pipeline_model_parallel_size=2",)),
+        ("qwen3_moe", 2, ("engine.expert_model_parallel_size=2",)),
+    ],
+    ids=["experts", "tp", "pp tied", "ep"],
+)
+def test_megatron_reads_its_parts_from_several_files(
+    single, dealt, tmp_path, family, num_ranks, settings
+):
+    """Matrices that it fuses lie in different files. Tensor-parallel ranks pad the vocabulary."""
     expected = weights_of(single / family)
-    assert exported.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(exported[name], tensor), name
+    for exported in on_ranks(num_ranks, tmp_path, megatron_weights, dealt / family, settings):
+        assert exported.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(exported[name], tensor), name
 
 
 # -- merging and exporting -------------------------------------------------------------------------
