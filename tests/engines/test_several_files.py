@@ -14,6 +14,7 @@ from config import InputError, load
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.checkpoint.export import export_checkpoint, merged_weights, write_safetensors
 from engines.heads import Head
+from engines.megatron import bridge
 from engines.megatron.engine import MegatronEngine
 from engines.model import mtp, weights
 from engines.model.classifier import check_is_reward_model
@@ -202,10 +203,15 @@ def test_tied_matrices_are_compared_to_the_last_row(single, tmp_path, monkeypatc
         check_files(on_meta(other), other, Head.LOG_PROBS)
 
 
-def test_a_tied_matrix_with_fewer_rows_is_another_one(single, tmp_path):
+@pytest.mark.parametrize("num_rows", [96, 98])
+def test_a_tied_matrix_with_other_rows_is_another_one(single, tmp_path, monkeypatch, num_rows):
+    """Even if all rows that both of them have are equal."""
+    monkeypatch.setattr(weights, "ROWS_AT_ONCE", 97)
     embedding = weights_of(single / "qwen2_tied")["model.embed_tokens.weight"]
-    shorter = {"lm_head.weight": embedding[:-1].clone()}
-    model = deal_out(single / "qwen2_tied", tmp_path / "model", shorter)
+    twice = torch.cat([embedding, embedding])
+    model = deal_out(
+        single / "qwen2_tied", tmp_path / "model", {"lm_head.weight": twice[:num_rows]}
+    )
     with pytest.raises(InputError, match="different values, but config.json ties them"):
         check_files(on_meta(model), model, Head.LOG_PROBS)
 
@@ -213,18 +219,25 @@ def test_a_tied_matrix_with_fewer_rows_is_another_one(single, tmp_path):
 @pytest.mark.parametrize("num_labels", [1, 2])
 def test_the_score_head_of_a_classifier_may_be_in_the_last_file(single, tmp_path, num_labels):
     """Its model has no output matrix. As a critic's or reward model's, it has one label."""
+    headless = shutil.copytree(single / "llama", tmp_path / "headless")
+    stored = weights_of(headless)
+    del stored["lm_head.weight"]
+    save_file(stored, headless / "model.safetensors", metadata={"format": "pt"})
     score = {"score.weight": torch.ones(num_labels, 32)}
-    model = deal_out(single / "llama", tmp_path / "model", score)
+    model = deal_out(headless, tmp_path / "model", score)
     if num_labels == 1:
         check_is_reward_model("reward.model.path", str(model))
-        hf = on_meta(model, Head.VALUES)
-        check_files(hf, model, Head.VALUES)
-        assert model_names(hf, model)["score.weight"] == "lm_head.weight"
+        for path in (model, headless, single / "llama"):
+            check_files(on_meta(path, Head.VALUES), path, Head.VALUES)
+            bridge.check_files(on_meta(path, Head.VALUES), path, Head.VALUES)
+        names = model_names(on_meta(model, Head.VALUES), model)
+        assert names["score.weight"] == "lm_head.weight"
         return
     with pytest.raises(InputError, match="reward.model.path=.* is a classifier with 2 labels"):
         check_is_reward_model("reward.model.path", str(model))
-    with pytest.raises(InputError, match=r"2 labels \(score.weight has shape \[2, 32\]\)"):
-        check_files(on_meta(model, Head.VALUES), model, Head.VALUES)
+    for check in (check_files, bridge.check_files):
+        with pytest.raises(InputError, match=r"2 labels \(score.weight has shape \[2, 32\]\)"):
+            check(on_meta(model, Head.VALUES), model, Head.VALUES)
 
 
 def test_weights_for_multi_token_prediction_are_looked_for_in_all_files(single, dealt, tmp_path):
