@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from config import InputError
+from engines.checkpoint import storage
 from engines.checkpoint.__main__ import main as export_main
 from engines.checkpoint.checkpointer import (
     Checkpointer,
@@ -251,6 +252,36 @@ def test_a_file_that_is_missing_is_named(checkpointer, engine):
     (saved / "trainer.json").write_text("{")
     with pytest.raises(InputError, match="not a checkpoint, or is damaged: cannot read trainer"):
         checkpointer.find("auto")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+def test_every_file_is_verified_by_one_rank(tmp_path, num_ranks):
+    """Also the last one, and if there are more ranks than files."""
+    names = [f"weights/__{rank}_0.distcp" for rank in range(3)] + ["hf/config.json"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    storage.write_manifest(tmp_path, {"step": 1}, {})
+    manifest = storage.read_manifest(tmp_path)
+    assert manifest.progress == {"step": 1}
+    assert manifest.checksums.keys() == {*names}
+
+    def damage() -> list[str]:
+        found = []
+        for rank in range(num_ranks):
+            found += storage.find_damage(tmp_path, manifest.checksums, rank, num_ranks)
+        return found
+
+    assert damage() == []
+    for name in names:
+        content = (tmp_path / name).read_bytes()
+        flip_bit(tmp_path / name)
+        assert damage() == [f"{name} has changed since it was written"]
+        (tmp_path / name).unlink()
+        assert damage() == [f"{name}: No such file or directory"]
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "weights" / "__9_0.distcp").touch()
+    assert damage() == ["weights/__9_0.distcp is not listed in trainer.json"]
 
 
 def test_a_checkpoint_of_an_early_version_is_not_verified(checkpointer, two, capsys):
