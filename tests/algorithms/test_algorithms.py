@@ -675,6 +675,57 @@ def test_policy_losses_worked_out_by_hand():
         )
 
 
+def loss_of_tokens(name, ratios, advantages, log_probs, **settings):
+    """Return the losses and metrics of tokens that are sequences of their own."""
+    log_probs = floats(*log_probs)
+    n = len(ratios)
+    old = log_probs - floats(*ratios).log()
+    tokens = torch.arange(n)
+    arguments = (log_probs, old, floats(*advantages), torch.ones(n), tokens, n)
+    return POLICY_LOSSES[name](*arguments, **CLIPS | settings)
+
+
+def test_sapo_has_a_temperature_for_each_sign_of_the_advantage():
+    ratios = (1.5, 0.5, 1.5, 0.5)
+    advantages = (2, 2, -3, -3)
+    expected = []
+    for ratio, advantage in zip(ratios, advantages):
+        tau = 0.5 if advantage > 0 else 2.0
+        expected.append(-advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1))))
+    settings = {"tau_positive": 0.5, "tau_negative": 2.0}
+    loss, _ = loss_of_tokens("sapo", ratios, advantages, [-1] * 4, **settings)
+    close(loss, expected)
+    for wrong in ({"tau_positive": 0.0}, {"tau_negative": -1.0}):
+        with pytest.raises(ValueError, match="must be above 0"):
+            loss_of_tokens("sapo", [1], [1], [-1], **wrong)
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_divergence_ppo_truncates_large_ratios(name):
+    """These tokens are so unlikely that they have hardly moved."""
+    unlikely = -9.0
+    settings = {"max_ratio": 1.2}
+    loss, metrics = loss_of_tokens(name, [1.1, 3, 1.2], [1, 1, -2], [unlikely] * 3, **settings)
+    close(loss, [1.1 * 9, 1.2 * 9, -2 * 1.2 * 9])
+    assert not metrics["pg_clipfrac"].any()
+    with pytest.raises(ValueError, match="max_ratio=0 must be above 0"):
+        loss_of_tokens(name, [1], [1], [-1], max_ratio=0)
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_a_token_that_was_certain_can_have_moved_too_far(name):
+    """From a probability of 1 to 1/2. Upwards, it has not moved at all."""
+    loss, metrics = loss_of_tokens(name, [0.5, 0.5], [-1, 1], [math.log(0.5)] * 2)
+    close(loss, [0, -0.5 * math.log(0.5)])
+    assert metrics["pg_clipfrac"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_a_dual_clip_of_one_would_drop_every_negative_advantage(name):
+    with pytest.raises(ValueError, match="dual_clip=1 must be above 1, or 0 to disable it"):
+        loss_of_tokens(name, [1], [1], [-1], dual_clip=1)
+
+
 # Of two tokens with the advantage -1, whose ratios are exp(300) and exp(-300).
 OF_EXTREMES = {
     "ppo": [math.exp(20), 0.8],
@@ -900,6 +951,21 @@ def test_rollout_correction_worked_out_by_hand():
     assert effective_sample_size(0.0, 0.0) == 0
 
 
+def test_the_bounds_of_a_correction_belong_to_it():
+    log_ratios = floats(0.5, 1, 2).log()
+    ratios = log_ratios.exp()
+    common = (log_ratios, torch.zeros(3), torch.ones(3), ints(0, 1, 2), 3)
+    bounds = {"low": ratios[0].item(), "high": ratios[2].item()}
+    for level in ("token", "sequence", "geometric"):
+        assert keep_mask(*common, level=level, **bounds).tolist() == [1, 1, 1]
+        narrower = {"low": 0.51, "high": 1.99}
+        assert keep_mask(*common, level=level, **narrower).tolist() == [0, 1, 0]
+    own = {"lower": bounds["low"], "threshold": bounds["high"]}
+    assert torch.equal(correction_weights(*common, level="icepop", **own), ratios)
+    with pytest.raises(ValueError, match="must be 'token', 'sequence' or 'geometric', not 'icepop"):
+        keep_mask(*common, level="icepop", **bounds)
+
+
 def test_moments_are_split_by_age():
     """Tokens of ages 0, 1, 1 and 2; the last one of age 0 is not in the mask."""
     age = floats(0, 1, 1, 2, 0)
@@ -945,8 +1011,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, k):
         assert pass_at_k(ints(c), n, k) == pytest.approx(shares[c])
     assert pass_at_k(torch.arange(n + 1), n, k) == pytest.approx(sum(shares) / (n + 1))
     assert pass_at_k(ints(), n, k) == 0
-    with pytest.raises(ValueError, match="cannot be estimated"):
-        pass_at_k(ints(1), n, n + 1)
+    for impossible in (0, n + 1):
+        with pytest.raises(ValueError, match=f"pass@{impossible} cannot be estimated from {n} sam"):
+            pass_at_k(ints(1), n, impossible)
 
 
 def test_losses_never_wait_for_the_device():

@@ -120,6 +120,10 @@ def test_without_adapters_the_model_is_the_frozen_one(results, folder, world):
             "has r=4 and lora_alpha=6: give model.lora.rank=4 model.lora.alpha=6",
         ),
         (
+            ["rank=4", "alpha=7", "adapter_path={adapter}"],
+            "has r=4 and lora_alpha=6: give model.lora.rank=4 model.lora.alpha=6",
+        ),
+        (
             [*LORA, "adapter_path=nowhere"],
             "model.lora.adapter_path=nowhere is not a directory with a PEFT adapter",
         ),
