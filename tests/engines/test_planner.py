@@ -80,8 +80,8 @@ def test_pairs_are_padded_like_their_longer_answer(pairs):
 
 
 def test_padding_of_each_answer_counts_for_a_pair():
-    """Two answers of 5 tokens are padded to 8 each, so a micro-batch of 24 has one pair."""
-    plan = make_planner(make_config(24), multiple=8).plan_groups([5] * 4, [1.0] * 4, 2)
+    """Answers of 5 and 9 tokens are padded to 8 and 16, so a micro-batch of 32 has one pair."""
+    plan = make_planner(make_config(32), multiple=8).plan_groups([5, 9, 9, 5], [1.0] * 4, 2)
     assert len(plan.micro_batches) == 2
 
 
