@@ -162,6 +162,24 @@ def test_adapters_that_cannot_work(folder, pairs, message):
     assert message.replace("{adapter}", adapter) in str(error.value)
 
 
+def test_adapters_and_value_heads_have_the_settings_of_the_run(folder):
+    settings = ["rank=4", "alpha=6", "dropout=0.3", "dtype=float32"]
+    config = make_config(
+        folder, "engine.compute_dtype=bfloat16", *(f"model.lora.{pair}" for pair in settings)
+    )
+    hf, layers = build_model(config, Head.VALUES)
+    assert len(layers) == 7 * hf.config.num_hidden_layers
+    for layer in layers:
+        assert layer.lora_dropout["default"].p == 0.3
+        assert layer.scaling["default"] == 6 / 4
+        assert layer.r["default"] == 4
+    value_head = hf.get_output_embeddings().weight
+    for name, parameter in hf.named_parameters():
+        is_trained = ".lora_" in name or parameter is value_head
+        assert parameter.requires_grad == is_trained, name
+        assert parameter.dtype == (torch.float32 if is_trained else torch.bfloat16), name
+
+
 def test_excluded_modules_get_no_adapter(folder):
     settings = [*LORA, "target_modules=[q_proj,k_proj,up_proj]", "exclude_modules=[k_proj]"]
     config = make_config(folder, *(f"model.lora.{setting}" for setting in settings))

@@ -143,23 +143,25 @@ def test_which_models_are_one_unit(folder):
     assert not is_one(ZERO_2, "engine.cpu_offload=true", world_size=1)
 
 
+WHOLE_LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32
+ADAPTERS_OF_LAYER = 4 * (2 * 64 + 2 * 48 + 3 * 80)
+
+
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        ([], 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32),
-        (["model.lora.rank=4", "engine.fsdp_size=1"], 4 * (2 * 64 + 2 * 48 + 3 * 80)),
+        ([], WHOLE_LAYER),
+        (["model.freeze=[mlp]"], WHOLE_LAYER),
+        (["model.lora.rank=4"], WHOLE_LAYER + ADAPTERS_OF_LAYER),
+        (["model.lora.rank=4", "engine.fsdp_size=1"], ADAPTERS_OF_LAYER),
     ],
-    ids=["whole", "adapters of replicas"],
+    ids=["whole", "frozen", "adapters", "adapters of replicas"],
 )
 def test_the_size_of_a_layer_is_that_of_what_fsdp_divides(folder, settings, expected):
-    """Frozen weights count if FSDP divides them as well."""
+    """Replicas of adapters each have the frozen weights."""
     config = make_config(folder, *settings)
     hf, _ = build_model(config, Head.LOG_PROBS)
-    layers = layer_modules(hf, hf)
-    assert largest_layer(config, layers, 2) == expected
-    frozen = make_config(folder, "model.freeze=[mlp]")
-    hf, _ = build_model(frozen, Head.LOG_PROBS)
-    assert largest_layer(frozen, layer_modules(hf, hf), 2) == 2 * 32 * 32 + 2 * 32 * 16 + 4672
+    assert largest_layer(config, layer_modules(hf, hf), 2) == expected
     assert largest_layer(config, [], 2) == 0
 
 
