@@ -224,6 +224,31 @@ def test_an_adapter_is_read_or_begins_with_no_effect(models, tmp_path, is_from_f
             assert torch.equal(tensor, loaded[name]) == ("lora_B" in name), name
 
 
+def test_weights_are_exported_with_adapters_unless_these_are_disabled(models):
+    path = models / "qwen2_tied"
+    settings = ["model.lora.rank=2", "model.lora.alpha=3", "model.lora.target_modules=[up_proj]"]
+    needed = [f"model.path={path}", "data.train_files=unused", "engine.compute_dtype=float32"]
+    config = load("sft.yaml", [*needed, *settings])
+    hf = on_meta(path)
+    layers = lora.inject(hf, config.model.lora)
+    load_weights(hf, path, model_names(hf, path), Placement(CPU, CPU, torch.float32))
+    with torch.no_grad():
+        for layer in layers:
+            layer.lora_A["default"].weight.fill_(0.5)
+            layer.lora_B["default"].weight.fill_(0.25)
+    state = ModelState(hf, layers, config, CPU)
+    in_files = load_file(path / "model.safetensors")
+    for is_used in (True, False, True):
+        state.use_adapters(is_used)
+        exported = dict(state.weights())
+        assert exported.keys() == in_files.keys()
+        for name, tensor in in_files.items():
+            is_adapted = is_used and "up_proj" in name
+            change = 3 / 2 * 2 * 0.5 * 0.25 if is_adapted else 0.0
+            torch.testing.assert_close(exported[name], tensor + change, rtol=1e-6, atol=1e-6)
+    assert len(dict(state.adapter())) == 2 * len(layers)
+
+
 # -- names -----------------------------------------------------------------------------------------
 
 
