@@ -19,6 +19,7 @@ from algorithms.kl import KL_ESTIMATORS, adapt
 from algorithms.packed import mean_by_sequence, sum_by_sequence, whiten
 from algorithms.pass_at_k import pass_at_k
 from algorithms.policy_losses import POLICY_LOSSES
+from algorithms.reward_losses import bradley_terry, regression
 from algorithms.rollout_correction import (
     correction_weights,
     effective_sample_size,
@@ -458,6 +459,21 @@ def test_parts_are_normalized_by_themselves():
     std = math.sqrt(20 / 3)
     close(gains, [-3 / std, -1 / std, 1 / std, 3 / std], 1e-4)
     close(returns, [1000, 2000, 1002, 2002])
+
+
+def test_parts_that_cancel_teach_nothing():
+    """Whitening would magnify what rounding leaves of their sum."""
+    right = floats(0.1, 0.2, 0.7, 0.4)
+    parts = {"right": right, "wrong": 1 - right}
+    weights = {"right": 1.0, "wrong": 1.0}
+    gains, _ = ADVANTAGES["gdpo"](parts=parts, part_weights=weights, group=ints(0, 0, 0, 0))
+    assert gains.tolist() == [0, 0, 0, 0]
+
+
+def test_a_batch_of_one_response_has_no_standard_deviation():
+    gains, returns = ADVANTAGES["lite_ppo"](outcome=floats(3), group=ints(0))
+    assert gains.tolist() == [0]
+    assert returns.tolist() == [3]
 
 
 def test_estimators_of_a_maximum_and_of_a_likelihood_worked_out_by_hand():
@@ -1000,6 +1016,15 @@ def test_dapo():
         overlong_penalty(ints(0, 80, 81, 90, 100, 120), 100, 20, factor=0.5),
         [0, 0, -0.025, -0.25, -0.5, -0.5],
     )
+    with pytest.raises(AssertionError, match="needs a buffer of at least one token"):
+        overlong_penalty(ints(1), 100, 0, factor=0.5)
+
+
+def test_losses_of_reward_models():
+    """A margin asks for a larger difference."""
+    losses = bradley_terry(floats(2, 1), floats(1, 2), floats(0.5, 0))
+    close(losses, [math.log(1 + math.exp(-0.5)), math.log(1 + math.e)])
+    close(regression(floats(1, -2), floats(3, -2)), [4, 0])
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (4, 1), (5, 2), (6, 3), (6, 6)])
