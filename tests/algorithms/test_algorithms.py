@@ -19,6 +19,7 @@ from algorithms.kl import KL_ESTIMATORS, adapt
 from algorithms.packed import mean_by_sequence, sum_by_sequence, whiten
 from algorithms.pass_at_k import pass_at_k
 from algorithms.policy_losses import POLICY_LOSSES
+from algorithms.reward_losses import bradley_terry, regression
 from algorithms.rollout_correction import (
     correction_weights,
     effective_sample_size,
@@ -460,6 +461,21 @@ def test_parts_are_normalized_by_themselves():
     close(returns, [1000, 2000, 1002, 2002])
 
 
+def test_parts_that_cancel_teach_nothing():
+    """Whitening would magnify what rounding leaves of their sum."""
+    right = floats(0.1, 0.2, 0.7, 0.4)
+    parts = {"right": right, "wrong": 1 - right}
+    weights = {"right": 1.0, "wrong": 1.0}
+    gains, _ = ADVANTAGES["gdpo"](parts=parts, part_weights=weights, group=ints(0, 0, 0, 0))
+    assert gains.tolist() == [0, 0, 0, 0]
+
+
+def test_a_batch_of_one_response_has_no_standard_deviation():
+    gains, returns = ADVANTAGES["lite_ppo"](outcome=floats(3), group=ints(0))
+    assert gains.tolist() == [0]
+    assert returns.tolist() == [3]
+
+
 def test_estimators_of_a_maximum_and_of_a_likelihood_worked_out_by_hand():
     group = ints(0, 0, 0, 0)
     # One of four is right: it raises the maximum of any other by 1.
@@ -673,6 +689,57 @@ def test_policy_losses_worked_out_by_hand():
         POLICY_LOSSES["ppo"](
             *[torch.zeros(1)] * 4, ints(0), 1, clip_low=0.2, clip_high=0.2, dual_clip=0.9
         )
+
+
+def loss_of_tokens(name, ratios, advantages, log_probs, **settings):
+    """Return the losses and metrics of tokens that are sequences of their own."""
+    log_probs = floats(*log_probs)
+    n = len(ratios)
+    old = log_probs - floats(*ratios).log()
+    tokens = torch.arange(n)
+    arguments = (log_probs, old, floats(*advantages), torch.ones(n), tokens, n)
+    return POLICY_LOSSES[name](*arguments, **CLIPS | settings)
+
+
+def test_sapo_has_a_temperature_for_each_sign_of_the_advantage():
+    ratios = (1.5, 0.5, 1.5, 0.5)
+    advantages = (2, 2, -3, -3)
+    expected = []
+    for ratio, advantage in zip(ratios, advantages):
+        tau = 0.5 if advantage > 0 else 2.0
+        expected.append(-advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1))))
+    settings = {"tau_positive": 0.5, "tau_negative": 2.0}
+    loss, _ = loss_of_tokens("sapo", ratios, advantages, [-1] * 4, **settings)
+    close(loss, expected)
+    for wrong in ({"tau_positive": 0.0}, {"tau_negative": -1.0}):
+        with pytest.raises(ValueError, match="must be above 0"):
+            loss_of_tokens("sapo", [1], [1], [-1], **wrong)
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_divergence_ppo_truncates_large_ratios(name):
+    """These tokens are so unlikely that they have hardly moved."""
+    unlikely = -9.0
+    settings = {"max_ratio": 1.2}
+    loss, metrics = loss_of_tokens(name, [1.1, 3, 1.2], [1, 1, -2], [unlikely] * 3, **settings)
+    close(loss, [1.1 * 9, 1.2 * 9, -2 * 1.2 * 9])
+    assert not metrics["pg_clipfrac"].any()
+    with pytest.raises(ValueError, match="max_ratio=0 must be above 0"):
+        loss_of_tokens(name, [1], [1], [-1], max_ratio=0)
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_a_token_that_was_certain_can_have_moved_too_far(name):
+    """From a probability of 1 to 1/2. Upwards, it has not moved at all."""
+    loss, metrics = loss_of_tokens(name, [0.5, 0.5], [-1, 1], [math.log(0.5)] * 2)
+    close(loss, [0, -0.5 * math.log(0.5)])
+    assert metrics["pg_clipfrac"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_a_dual_clip_of_one_would_drop_every_negative_advantage(name):
+    with pytest.raises(ValueError, match="dual_clip=1 must be above 1, or 0 to disable it"):
+        loss_of_tokens(name, [1], [1], [-1], dual_clip=1)
 
 
 # Of two tokens with the advantage -1, whose ratios are exp(300) and exp(-300).
@@ -900,6 +967,21 @@ def test_rollout_correction_worked_out_by_hand():
     assert effective_sample_size(0.0, 0.0) == 0
 
 
+def test_the_bounds_of_a_correction_belong_to_it():
+    log_ratios = floats(0.5, 1, 2).log()
+    ratios = log_ratios.exp()
+    common = (log_ratios, torch.zeros(3), torch.ones(3), ints(0, 1, 2), 3)
+    bounds = {"low": ratios[0].item(), "high": ratios[2].item()}
+    for level in ("token", "sequence", "geometric"):
+        assert keep_mask(*common, level=level, **bounds).tolist() == [1, 1, 1]
+        narrower = {"low": 0.51, "high": 1.99}
+        assert keep_mask(*common, level=level, **narrower).tolist() == [0, 1, 0]
+    own = {"lower": bounds["low"], "threshold": bounds["high"]}
+    assert torch.equal(correction_weights(*common, level="icepop", **own), ratios)
+    with pytest.raises(ValueError, match="must be 'token', 'sequence' or 'geometric', not 'icepop"):
+        keep_mask(*common, level="icepop", **bounds)
+
+
 def test_moments_are_split_by_age():
     """Tokens of ages 0, 1, 1 and 2; the last one of age 0 is not in the mask."""
     age = floats(0, 1, 1, 2, 0)
@@ -934,6 +1016,15 @@ def test_dapo():
         overlong_penalty(ints(0, 80, 81, 90, 100, 120), 100, 20, factor=0.5),
         [0, 0, -0.025, -0.25, -0.5, -0.5],
     )
+    with pytest.raises(AssertionError, match="needs a buffer of at least one token"):
+        overlong_penalty(ints(1), 100, 0, factor=0.5)
+
+
+def test_losses_of_reward_models():
+    """A margin asks for a larger difference."""
+    losses = bradley_terry(floats(2, 1), floats(1, 2), floats(0.5, 0))
+    close(losses, [math.log(1 + math.exp(-0.5)), math.log(1 + math.e)])
+    close(regression(floats(1, -2), floats(3, -2)), [4, 0])
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (4, 1), (5, 2), (6, 3), (6, 6)])
@@ -945,8 +1036,9 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, k):
         assert pass_at_k(ints(c), n, k) == pytest.approx(shares[c])
     assert pass_at_k(torch.arange(n + 1), n, k) == pytest.approx(sum(shares) / (n + 1))
     assert pass_at_k(ints(), n, k) == 0
-    with pytest.raises(ValueError, match="cannot be estimated"):
-        pass_at_k(ints(1), n, n + 1)
+    for impossible in (0, n + 1):
+        with pytest.raises(ValueError, match=f"pass@{impossible} cannot be estimated from {n} sam"):
+            pass_at_k(ints(1), n, impossible)
 
 
 def test_losses_never_wait_for_the_device():

@@ -94,6 +94,49 @@ def test_the_gradient_of_a_loss_is_that_of_its_formula(name):
             assert gradient[i].item() == pytest.approx(expected, rel=1e-5, abs=1e-8)
 
 
+def test_every_parameter_of_a_loss_counts():
+    """Each one differs from its default here."""
+    inputs = make_inputs(torch.float64)
+    results = {
+        "ipo": ipo(**inputs, beta=0.4),
+        "simpo": simpo(**inputs, beta=1.5, gamma=0.4, label_smoothing=0.1),
+        "orpo": orpo(**inputs, beta=0.7),
+    }
+    for i in range(NUM_PAIRS):
+        pair = {key: x[i].item() for key, x in inputs.items()}
+        ratios = {}
+        means = {}
+        for side in ("chosen", "rejected"):
+            length = pair[f"{side}_lengths"]
+            ratios[side] = pair[f"{side}_log_ratios"] / length
+            means[side] = pair[f"{side}_log_probs"] / length
+        z = 1.5 * (means["chosen"] - means["rejected"]) - 0.4
+        log_odds = math.log(odds(math.exp(means["chosen"])) / odds(math.exp(means["rejected"])))
+        expected = {
+            "ipo": (ratios["chosen"] - ratios["rejected"] - 1 / 0.8) ** 2,
+            "simpo": -0.9 * log_sigmoid(z) - 0.1 * log_sigmoid(-z),
+            "orpo": -means["chosen"] - 0.7 * log_sigmoid(log_odds),
+        }
+        rewards = {
+            "ipo": {side: 0.4 * pair[f"{side}_log_ratios"] for side in means},
+            "simpo": {side: 1.5 * mean for side, mean in means.items()},
+            "orpo": {side: 0.7 * mean for side, mean in means.items()},
+        }
+        for name, (losses, chosen, rejected) in results.items():
+            assert losses[i].item() == pytest.approx(expected[name], rel=1e-9), name
+            assert chosen[i].item() == pytest.approx(rewards[name]["chosen"], rel=1e-9), name
+            assert rejected[i].item() == pytest.approx(rewards[name]["rejected"], rel=1e-9), name
+
+
+def test_by_default_kto_weighs_both_labels_alike():
+    """With the paper's beta of 0.1."""
+    log_ratios = torch.tensor([2.0, -2.0], dtype=torch.float64)
+    losses, rewards, _ = kto(log_ratios, torch.tensor([True, False]), torch.tensor(0.0))
+    expected = 1 - 1 / (1 + math.exp(-0.2))
+    assert losses.tolist() == pytest.approx([expected, expected])
+    assert rewards.tolist() == pytest.approx([0.2, -0.2])
+
+
 @pytest.mark.parametrize("kl", [0.0, 0.7])
 def test_kto_is_its_paper_s(kl):
     log_ratios = torch.tensor([-3.0, -0.2, 0.0, 0.5, 4.0], dtype=torch.float64)

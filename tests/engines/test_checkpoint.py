@@ -120,6 +120,31 @@ def test_loading_restores_weights_progress_and_random_numbers(checkpointer, engi
         assert torch.equal(other.weights[name], tensor), name
 
 
+def test_each_engine_of_a_checkpoint_gets_its_own_weights(checkpointer, engine, model, tmp_path):
+    """An export has those of the first one alone."""
+    critic = StubEngine(model)
+    for tensor in critic.weights.values():
+        tensor.add_(1)
+    expected = {"actor": dict(engine.weights), "critic": dict(critic.weights)}
+    progress = {"step": 1, "export_dtype": "float32"}
+    checkpointer.save(1, engine, progress, StubTokenizer(), critic=critic)
+    saved = checkpointer.latest()
+
+    loaded = {"actor": StubEngine(model), "critic": StubEngine(model)}
+    for other in loaded.values():
+        for tensor in other.weights.values():
+            tensor.zero_()
+    checkpointer.load(saved, loaded["actor"], critic=loaded["critic"])
+    for role, other in loaded.items():
+        for name, tensor in expected[role].items():
+            assert torch.equal(other.weights[name], tensor), (role, name)
+    export_checkpoint(saved, tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert exported.keys() == expected["actor"].keys()
+    for name, tensor in expected["actor"].items():
+        assert torch.equal(exported[name], tensor), name
+
+
 def test_after_loading_other_pickles_can_be_read_again(checkpointer, engine, tmp_path):
     """Only the checkpoint must consist of data; a reward function may load its own objects."""
     torch.save(Fraction(1, 3), tmp_path / "fraction.pt")

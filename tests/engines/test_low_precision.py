@@ -516,6 +516,17 @@ def test_the_compiled_update_is_the_same(name):
         (["optim.name=muon", "optim.state_dtype=int8"], "needs optim.name=adamw"),
         (["model_engine=megatron", "optim.state_dtype=int8"], "needs model_engine=fsdp"),
         (["optim.name={file}:sgd", "optim.state_dtype=int8"], "has no effect with optim.name"),
+        (["model_engine=megatron", "optim.rounding=nearest"], "needs model_engine=fsdp"),
+        (
+            ["optim.name={file}:sgd", "optim.rounding=nearest", "engine.param_dtype=bfloat16"],
+            "optim.rounding=nearest has no effect with optim.name",
+        ),
+        (["optim.state_dtype=float32", "optim.rounding=nearest"], "weights and moments are float"),
+        # The only weights that are trained are the adapters'.
+        (
+            ["model.lora.rank=4", "engine.param_dtype=bfloat16", "optim.rounding=nearest"],
+            "weights and moments are float",
+        ),
     ],
 )
 def test_settings_without_effect_are_errors(tmp_path, settings, message):
@@ -534,6 +545,7 @@ def test_settings_without_effect_are_errors(tmp_path, settings, message):
         ["model.lora.rank=4", "model.lora.dtype=bfloat16", "optim.rounding=nearest"],
         ["optim.state_dtype=int8", "optim.rounding=nearest"],
         ["optim.state_dtype=bfloat16"],
+        ["engine.param_dtype=bfloat16", "optim.state_dtype=float32", "optim.rounding=nearest"],
         ["optim.name=muon", "optim.state_dtype=bfloat16"],
     ],
 )

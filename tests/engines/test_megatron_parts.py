@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
@@ -55,6 +56,44 @@ def test_rotary_embeddings_that_megatron_computes(factor, rope_type):
     if rope_type in ROPE_TYPES:
         reason = f"partial_rotary_factor={factor} in config.json is not supported"
     assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "tp, sequence_parallel, cp_size, multiple",
+    [(1, True, 1, 1), (4, True, 1, 4), (4, False, 1, 1), (1, True, 3, 6), (2, True, 2, 8)],
+)
+def test_lengths_are_padded_for_the_ranks_that_divide_tokens(
+    tp, sequence_parallel, cp_size, multiple
+):
+    """Tensor-parallel ranks do so with sequence parallelism alone."""
+    engine = OmegaConf.create(
+        {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
+    )
+    assert layout.padding_multiple(engine, cp_size) == multiple
+
+
+@pytest.mark.parametrize("num_kv_heads, fitting", [(None, [1, 2, 4]), (2, [1, 2, 4]), (3, [1])])
+def test_ranks_divide_heads_or_repeat_those_of_keys(num_kv_heads, fitting):
+    """Of four heads of queries. Without a number, there are as many of keys."""
+    shape = AutoConfig.for_model("llama", num_attention_heads=4)
+    shape.num_key_value_heads = num_kv_heads
+    for tp in (1, 2, 3, 4, 8):
+        engine = OmegaConf.create({"tensor_model_parallel_size": tp})
+        if tp in fitting:
+            layout.check_heads(engine, shape)
+            continue
+        message = f"size={tp} does not divide the model's 4 attention heads and"
+        with pytest.raises(InputError, match=message):
+            layout.check_heads(engine, shape)
+
+
+def test_ranks_divide_the_width_of_a_layers_mlp():
+    shape = AutoConfig.for_model("llama", intermediate_size=50)
+    settings = {"expert_model_parallel_size": 1, "router_aux_loss_coef": None}
+    layout.check_mlp(OmegaConf.create(settings | {"tensor_model_parallel_size": 2}), shape, 4)
+    engine = OmegaConf.create(settings | {"tensor_model_parallel_size": 4})
+    with pytest.raises(InputError, match="size=4 does not divide intermediate_size=50. Lower it"):
+        layout.check_mlp(engine, shape, 4)
 
 
 def test_the_attention_scale_has_the_factor_of_queries_and_of_keys():

@@ -14,8 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from config import InputError
+from engines.checkpoint import storage
 from engines.checkpoint.__main__ import main as export_main
-from engines.checkpoint.checkpointer import Checkpointer, holds_rng_state, read_files
+from engines.checkpoint.checkpointer import (
+    Checkpointer,
+    holds_rng_state,
+    read_files,
+    read_progress,
+)
 from engines.checkpoint.export import export_checkpoint, export_hf
 from engines.checkpoint.storage import MetadataUnpickler, Writer
 from engines.model.model_files import fingerprint
@@ -248,6 +254,36 @@ def test_a_file_that_is_missing_is_named(checkpointer, engine):
         checkpointer.find("auto")
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+def test_every_file_is_verified_by_one_rank(tmp_path, num_ranks):
+    """Also the last one, and if there are more ranks than files."""
+    names = [f"weights/__{rank}_0.distcp" for rank in range(3)] + ["hf/config.json"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    storage.write_manifest(tmp_path, {"step": 1}, {})
+    manifest = storage.read_manifest(tmp_path)
+    assert manifest.progress == {"step": 1}
+    assert manifest.checksums.keys() == {*names}
+
+    def damage() -> list[str]:
+        found = []
+        for rank in range(num_ranks):
+            found += storage.find_damage(tmp_path, manifest.checksums, rank, num_ranks)
+        return found
+
+    assert damage() == []
+    for name in names:
+        content = (tmp_path / name).read_bytes()
+        flip_bit(tmp_path / name)
+        assert damage() == [f"{name} has changed since it was written"]
+        (tmp_path / name).unlink()
+        assert damage() == [f"{name}: No such file or directory"]
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "weights" / "__9_0.distcp").touch()
+    assert damage() == ["weights/__9_0.distcp is not listed in trainer.json"]
+
+
 def test_a_checkpoint_of_an_early_version_is_not_verified(checkpointer, two, capsys):
     without_checksums(two[1])
     assert checkpointer.find("auto") == two[1]
@@ -386,3 +422,35 @@ def test_merged_adapters_change_their_layer_alone(checkpointer, model, tmp_path,
     for name, tensor in base.items():
         assert torch.equal(merged[name], tensor.bfloat16()), name
     assert (tmp_path / "merged" / "config.json").is_file()
+
+
+def test_adapters_need_no_model_to_be_exported(checkpointer, model, tmp_path):
+    """An early version named the frozen model only by its directory. It may be gone by now."""
+    save_adapters(checkpointer, model, is_classifier=False)
+    progress = read_progress(checkpointer.latest())
+    del progress["lora"]["base_name"]
+    progress["lora"]["base"] = str(tmp_path / "gone")
+    progress["rest"] = str(tmp_path / "gone")
+    engine = StubEngine(model)
+    name = f"{LAYER}.lora_A.weight"
+    engine.weights = {name: torch.ones(2, 32)}
+    checkpointer.save(2, engine, progress, StubTokenizer())
+    export_checkpoint(checkpointer.latest(), tmp_path / "adapter")
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "gone")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert [*tensors] == [f"base_model.model.{name}"]
+
+
+def test_an_adapter_of_a_part_of_a_model_names_whole_layers(checkpointer, model, tmp_path):
+    """Otherwise PEFT would adapt layers of the other part that have the same last names."""
+    save_adapters(checkpointer, model, is_classifier=False)
+    progress = read_progress(checkpointer.latest())
+    progress["lora"]["target_modules"] = ["q_proj"]
+    for step, rest in ((2, None), (3, str(model))):
+        engine = StubEngine(model)
+        engine.weights = {f"{LAYER}.lora_A.weight": torch.ones(2, 32)}
+        checkpointer.save(step, engine, progress | {"rest": rest}, StubTokenizer())
+        export_checkpoint(checkpointer.latest(), tmp_path / str(step))
+        written = json.loads((tmp_path / str(step) / "adapter_config.json").read_text())
+        assert written["target_modules"] == [LAYER if rest else "q_proj"]

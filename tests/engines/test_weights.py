@@ -7,21 +7,32 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from config import InputError, load
 from engines.fsdp.state import ModelState
 from engines.heads import Head
+from engines.model import lora
 from engines.model.experts import check_experts_per_token, expert_weights, experts_per_token
 from engines.model.hf import auto_class, build_on_meta, read_hf_config
-from engines.model.model_files import fingerprint, ignored_weights, shapes_in_files, weight_files
+from engines.model.model_files import (
+    check_is_no_adapter,
+    fingerprint,
+    ignored_weights,
+    shapes_in_files,
+    weight_files,
+)
 from engines.model.names import described_names, model_names, split_stacks, stacked, stored_tensors
 from engines.model.shape import stage_sizes
-from engines.model.weights import Placement, check_files, copy_rows, load_weights
+from engines.model.weights import Placement, check_files, copy_rows, load_adapter, load_weights
 from tests.support.foreign import FOREIGN
 from tests.support.models import make_image_model, make_model
+from tests.support.ranks import on_ranks
 
 CPU = torch.device("cpu")
 FAMILIES = ("qwen2_tied", "apertus", "qwen3_moe", "mixtral", "gemma3 with images")
@@ -129,6 +140,115 @@ def test_an_export_casts_parameters_but_not_buffers(tmp_path):
         assert torch.equal(exported[name], expected), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_are_in_the_dtype_of_the_run_unless_transformers_keeps_them_in_fp32(
+    models, tmp_path, dtype
+):
+    """Those that are in no file, such as rotary frequencies, are computed in fp32."""
+    placement = Placement(CPU, CPU, dtype)
+    apertus = on_meta(models / "apertus")
+    names = model_names(apertus, models / "apertus")
+    load_weights(apertus, models / "apertus", names, placement)
+    in_files = load_file(models / "apertus" / "model.safetensors")
+    num_in_files = 0
+    for name, buffer in apertus.named_buffers():
+        is_in_files = name in in_files
+        num_in_files += is_in_files
+        assert buffer.dtype == (dtype if is_in_files else torch.float32), name
+    assert num_in_files > 0
+
+    path = make_model(tmp_path / "glm4_moe", "qwen2_tied", **FOREIGN["glm4_moe"])
+    glm = on_meta(path)
+    load_weights(glm, path, model_names(glm, path), placement)
+    kept = [buffer for name, buffer in glm.named_buffers() if "e_score_correction_bias" in name]
+    assert kept
+    assert {buffer.dtype for buffer in kept} == {torch.float32}
+
+
+def rows_on_ranks(mesh_shape: tuple[int, ...], num_rows: int) -> list[bool]:
+    """Return whether copies of whole tensors, and of a part of a stack, are equal to them."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    are_equal = []
+    for shape in ((num_rows, 3), (num_rows, 2, 3)):
+        whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, placements))
+        with torch.no_grad():
+            copy_rows(parameter, whole)
+        are_equal.append(torch.equal(parameter.full_tensor(), whole))
+    # All rows of the stack's matrices but the first and the last.
+    flat = whole.flatten(0, -2)
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, placements))
+    with torch.no_grad():
+        copy_rows(parameter, flat[1:-1].clone(), range(1, len(flat) - 1))
+    expected = flat.clone()
+    expected[[0, -1]] = 0
+    are_equal.append(torch.equal(parameter.full_tensor().flatten(0, -2), expected))
+    return are_equal
+
+
+@pytest.mark.parametrize(
+    "mesh_shape, num_rows", [((2,), 7), ((3,), 4), ((3,), 2), ((2, 2), 5)], ids=str
+)
+def test_every_rank_copies_its_own_rows(tmp_path, mesh_shape, num_rows):
+    """The last rank may have fewer, or none. Replicas have the same rows."""
+    num_ranks = torch.Size(mesh_shape).numel()
+    for are_equal in on_ranks(num_ranks, tmp_path, rows_on_ranks, mesh_shape, num_rows):
+        assert are_equal == [True, True, True]
+
+
+@pytest.mark.parametrize("is_from_file", [True, False])
+def test_an_adapter_is_read_or_begins_with_no_effect(models, tmp_path, is_from_file):
+    """Without files, A depends on the seed and B is zero."""
+    settings = {"rank": 2, "alpha": 4, "dropout": 0.0, "exclude_modules": [], "dtype": "float32"}
+    settings |= {"target_modules": ["q_proj", "down_proj"], "adapter_path": None}
+    if is_from_file:
+        settings["adapter_path"] = str(tmp_path)
+    settings = OmegaConf.create(settings)
+    hf = on_meta(models / "qwen2_tied")
+    lora.inject(hf, settings)
+    shapes = lora.shapes(hf)
+    written = {name: torch.randn(shape) for name, shape in shapes.items()}
+    lora.write(written.items(), settings, "base", tmp_path)
+    hf.to_empty(device="cpu")
+    load_adapter(hf, settings, seed=3)
+    loaded = {lora.plain_name(name): p for name, p in hf.named_parameters() if ".lora_" in name}
+    assert loaded.keys() == shapes.keys()
+    first = {name: tensor.detach().clone() for name, tensor in loaded.items()}
+    load_adapter(hf, settings, seed=4)
+    for name, tensor in first.items():
+        if is_from_file:
+            assert torch.equal(tensor, written[name]), name
+        else:
+            assert bool(tensor.any()) == ("lora_A" in name), name
+            assert torch.equal(tensor, loaded[name]) == ("lora_B" in name), name
+
+
+def test_weights_are_exported_with_adapters_unless_these_are_disabled(models):
+    path = models / "qwen2_tied"
+    settings = ["model.lora.rank=2", "model.lora.alpha=3", "model.lora.target_modules=[up_proj]"]
+    needed = [f"model.path={path}", "data.train_files=unused", "engine.compute_dtype=float32"]
+    config = load("sft.yaml", [*needed, *settings])
+    hf = on_meta(path)
+    layers = lora.inject(hf, config.model.lora)
+    load_weights(hf, path, model_names(hf, path), Placement(CPU, CPU, torch.float32))
+    with torch.no_grad():
+        for layer in layers:
+            layer.lora_A["default"].weight.fill_(0.5)
+            layer.lora_B["default"].weight.fill_(0.25)
+    state = ModelState(hf, layers, config, CPU)
+    in_files = load_file(path / "model.safetensors")
+    for is_used in (True, False, True):
+        state.use_adapters(is_used)
+        exported = dict(state.weights())
+        assert exported.keys() == in_files.keys()
+        for name, tensor in in_files.items():
+            is_adapted = is_used and "up_proj" in name
+            change = 3 / 2 * 2 * 0.5 * 0.25 if is_adapted else 0.0
+            torch.testing.assert_close(exported[name], tensor + change, rtol=1e-6, atol=1e-6)
+    assert len(dict(state.adapter())) == 2 * len(layers)
+
+
 # -- names -----------------------------------------------------------------------------------------
 
 
@@ -214,6 +334,14 @@ def test_unknown_weights_are_rejected(changed):
     change_file(changed, {"model.extra.weight": torch.zeros(2)})
     with pytest.raises(InputError, match="1 weights that Qwen2ForCausalLM does not have"):
         check_files(on_meta(changed), changed, Head.LOG_PROBS)
+
+
+def test_a_model_may_have_the_configuration_of_an_adapter_beside_its_own(changed):
+    (changed / "adapter_config.json").write_text("{}")
+    check_is_no_adapter(changed)
+    (changed / "config.json").unlink()
+    with pytest.raises(InputError, match=f"model.path={changed} is a PEFT adapter, not a compl"):
+        check_is_no_adapter(changed)
 
 
 def test_a_damaged_file_is_rejected(changed):

@@ -120,6 +120,10 @@ def test_without_adapters_the_model_is_the_frozen_one(results, folder, world):
             "has r=4 and lora_alpha=6: give model.lora.rank=4 model.lora.alpha=6",
         ),
         (
+            ["rank=4", "alpha=7", "adapter_path={adapter}"],
+            "has r=4 and lora_alpha=6: give model.lora.rank=4 model.lora.alpha=6",
+        ),
+        (
             [*LORA, "adapter_path=nowhere"],
             "model.lora.adapter_path=nowhere is not a directory with a PEFT adapter",
         ),
@@ -156,6 +160,24 @@ def test_adapters_that_cannot_work(folder, pairs, message):
     with pytest.raises(InputError) as error:
         FSDPEngine.check(make_config(folder, *settings), 1)
     assert message.replace("{adapter}", adapter) in str(error.value)
+
+
+def test_adapters_and_value_heads_have_the_settings_of_the_run(folder):
+    settings = ["rank=4", "alpha=6", "dropout=0.3", "dtype=float32"]
+    config = make_config(
+        folder, "engine.compute_dtype=bfloat16", *(f"model.lora.{pair}" for pair in settings)
+    )
+    hf, layers = build_model(config, Head.VALUES)
+    assert len(layers) == 7 * hf.config.num_hidden_layers
+    for layer in layers:
+        assert layer.lora_dropout["default"].p == 0.3
+        assert layer.scaling["default"] == 6 / 4
+        assert layer.r["default"] == 4
+    value_head = hf.get_output_embeddings().weight
+    for name, parameter in hf.named_parameters():
+        is_trained = ".lora_" in name or parameter is value_head
+        assert parameter.requires_grad == is_trained, name
+        assert parameter.dtype == (torch.float32 if is_trained else torch.bfloat16), name
 
 
 def test_excluded_modules_get_no_adapter(folder):

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from config import InputError
 from engines.model import experts
 from tests.engines.fsdp.cases import (
     AUX,
@@ -202,3 +203,32 @@ def test_tokens_that_ranks_share_count_once_in_the_routers_loss(folder, tmp_path
     shared = on_ranks(2, tmp_path / "shared", aux_loss_of_a_long_sequence, model, half, "auto")
     assert alone > 0.1
     assert shared == pytest.approx([alone] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "given, of_model, is_used, expected",
+    [
+        (None, 0.2, True, 0.2),
+        (None, 0.2, False, 0.0),  # transformers does not add the loss, either
+        (0.1, 0.2, False, 0.1),
+        (0.0, 0.2, True, 0.0),
+    ],
+)
+def test_the_coefficient_of_a_run_is_used_and_otherwise_that_of_transformers(
+    given, of_model, is_used, expected
+):
+    shape = Qwen3MoeConfig(router_aux_loss_coef=of_model, output_router_logits=is_used)
+    assert experts.aux_loss_coef(given, shape) == expected
+    assert experts.aux_loss_coef(None, LlamaConfig()) == 0.0
+    with pytest.raises(InputError, match="model_type=llama has none"):
+        experts.aux_loss_coef(0.1, LlamaConfig())
+
+
+def test_layers_may_have_different_numbers_of_experts_per_token():
+    """Then there is no single number. Some families have another name for it."""
+    shape = LlamaConfig()
+    assert experts.experts_per_token(shape) == 0
+    shape.num_experts_per_tok = [1, 2]
+    assert experts.experts_per_token(shape) == 0
+    shape.moe_topk = 3
+    assert experts.experts_per_token(shape) == 3

@@ -305,3 +305,16 @@ def test_the_estimate_leaves_out_weights_that_do_not_divide_evenly(model):
     assert shape.intermediate_size == 48
     in_layer = 2 * shape.hidden_size * shape.intermediate_size
     assert without.gathered_weights - estimate.gathered_weights == 2 * in_layer
+
+
+def test_the_estimate_saves_a_byte_of_the_only_layer_once(tmp_path):
+    """ZeRO-3 gathers two layers at a time, which this model does not have."""
+    model = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
+    (without,) = sharded_memory.estimate_memory(
+        config_of(model, "engine.float8=tensorwise"), 2, "cpu"
+    )
+    (estimate,) = sharded_memory.estimate_memory(config_of(model, *GATHER), 2, "cpu")
+    shape = read_hf_config(model).get_text_config()
+    assert (shape.hidden_size, shape.intermediate_size) == (32, 48)
+    in_layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    assert without.gathered_weights - estimate.gathered_weights == in_layer

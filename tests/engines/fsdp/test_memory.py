@@ -236,6 +236,23 @@ def test_flops_of_a_mixture_are_of_the_experts_that_a_token_goes_to(folder):
     assert attention == 6 * 4 * 8, "one layer of three has attention"
 
 
+def test_flops_of_frozen_experts_without_a_backward_pass_are_two_each(folder):
+    """Nothing in or before the first layer is trained. The second one has a frozen router."""
+    family = folder / "qwen3_moe"
+    patterns = r"model.freeze=['embed_tokens','layers\.0\.','layers\.1\.mlp\.gate\.']"
+    hf, _ = build_model(make_config(folder, f"model.path={family}", patterns), Head.LOG_PROBS)
+    attention = 32 * 32 * (4 + 2 + 2 + 4)
+    router = 8 * 32
+    experts = 3 * 3 * 24 * 32
+    first = 2 * (attention + router + experts)
+    second = 6 * (attention + experts) + 4 * router
+    third = 6 * (attention + router + experts)
+    in_layers, in_head, in_attention = count_flops(hf, read_hf_config(family))
+    assert in_layers == first + second + third
+    assert in_head == 6 * 97 * 32
+    assert in_attention == (2 + 6 + 6) * 4 * 32
+
+
 def test_configurations_without_a_longest_length_or_one_head_dim():
     with torch.device("meta"):
         check_rope(

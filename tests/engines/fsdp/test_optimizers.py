@@ -374,6 +374,28 @@ def test_schedule(folder, kind):
     assert rates == pytest.approx(SCHEDULES[kind])
 
 
+@pytest.mark.parametrize(
+    "warmup, decay, rates",
+    [
+        (0.5, 0.8, {5: 1, 6: 0.8, 9: 0.2}),  # at most over the steps after the warm-up
+        (0.5, 0.2, {5: 1, 8: 1, 9: 0.5}),  # over 2 of all 10 steps
+        (0.0, 0.0, {0: 1, 9: 1, 10: 0}),  # at least over one step, the one after the last
+        (0.0, 1.0, {0: 1, 1: 0.9, 9: 0.1}),
+    ],
+)
+def test_wsd_decays_over_a_share_of_all_steps(folder, warmup, decay, rates):
+    settings = [
+        "optim.lr_scheduler_type=wsd",
+        "optim.lr=1.0",
+        f"optim.lr_warmup_steps_ratio={warmup}",
+        f"optim.lr_decay_steps_ratio={decay}",
+    ]
+    optim = make_config(folder, *settings).optim
+    schedule.check_schedule(optim)
+    result = {step: schedule.learning_rate(optim, step, 10) for step in rates}
+    assert result == pytest.approx(rates)
+
+
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0.0, 1.0])
 @pytest.mark.parametrize("total", [1, 2, 7])

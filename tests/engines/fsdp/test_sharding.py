@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines.fsdp.engine import FSDPEngine
-from engines.fsdp.sharding import gradient_norm, is_one_unit
+from engines.fsdp.sharding import gradient_norm, is_one_unit, largest_layer
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.model.hf import layer_modules
@@ -141,6 +141,28 @@ def test_which_models_are_one_unit(folder):
     assert not is_one(ONCE)
     assert not is_one(ZERO_2)
     assert not is_one(ZERO_2, "engine.cpu_offload=true", world_size=1)
+
+
+WHOLE_LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32
+ADAPTERS_OF_LAYER = 4 * (2 * 64 + 2 * 48 + 3 * 80)
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ([], WHOLE_LAYER),
+        (["model.freeze=[mlp]"], WHOLE_LAYER),
+        (["model.lora.rank=4"], WHOLE_LAYER + ADAPTERS_OF_LAYER),
+        (["model.lora.rank=4", "engine.fsdp_size=1"], ADAPTERS_OF_LAYER),
+    ],
+    ids=["whole", "frozen", "adapters", "adapters of replicas"],
+)
+def test_the_size_of_a_layer_is_that_of_what_fsdp_divides(folder, settings, expected):
+    """Replicas of adapters each have the frozen weights."""
+    config = make_config(folder, *settings)
+    hf, _ = build_model(config, Head.LOG_PROBS)
+    assert largest_layer(config, layer_modules(hf, hf), 2) == expected
+    assert largest_layer(config, [], 2) == 0
 
 
 def test_a_model_with_large_layers_keeps_its_units(tmp_path):
