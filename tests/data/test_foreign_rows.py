@@ -203,6 +203,14 @@ def test_a_system_prompt_is_for_rows_without_a_system_message(row, system):
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
 
 
+def test_a_developer_message_is_a_system_message_of_the_row():
+    row = {"messages": [{"role": "developer", "content": "d"}, *say("q", "a")]}
+    messages = training_messages(row, True, options(system_prompt="Be brief"))
+    assert [message["role"] for message in messages] == ["developer", "user", "assistant"]
+    with pytest.raises(InputError, match="system"):
+        training_messages({**row, "system": "column"}, True, options())
+
+
 def test_a_system_prompt_needs_a_chat_template():
     row = {"prompt": "q", "response": "a"}
     assert training_messages(row, False, options()) is None

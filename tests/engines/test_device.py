@@ -68,6 +68,17 @@ def test_the_peak_on_a_cpu_is_in_gib():
     assert peak <= peak_with_parent + 0.01
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the peak is then the allocator's")
+def test_memory_that_was_freed_counts_for_the_peak():
+    before = this_device.memory()["perf/memory_peak_gib"]
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    resident_gib = resident_pages * resource.getpagesize() / 2**30
+    num_mib = 1024 * (before - resident_gib) + 256  # more than the process ever had
+    held = b"x" * (int(num_mib) << 20)
+    del held
+    assert this_device.memory()["perf/memory_peak_gib"] > before + 0.1
+
+
 @pytest.mark.slow
 def test_a_process_does_not_count_the_memory_of_its_parent(tmp_path):
     child = "from engines.parallel import device; print(device.memory()['perf/memory_peak_gib'])"

@@ -290,3 +290,16 @@ def test_a_validation_of_an_earlier_step_hides_no_later_one_in_tensorboard(tmp_p
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("score/mean")] == [1, 2, 3]
     assert [event.step for event in events.Scalars("val/mine")] == [1]
+
+
+def test_the_table_of_samples_has_the_columns_of_all_rows(tmp_path):
+    """The console shows the first rows only, and here the last one alone has an answer."""
+    tracker = start_tracker(tmp_path, "trainer.logger=[tensorboard]")
+    examples = [{"response": f"r{i}"} for i in range(9)]
+    tracker.log_samples(2, [*examples, {"response": "r9", "answer": "42"}])
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (table,) = events.Tensors("val/samples/text_summary")
+    lines = table.tensor_proto.string_val[0].decode().splitlines()
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == ["response", "answer"]
+    assert "42" in lines[-1]

@@ -230,3 +230,27 @@ def test_losses_and_entropies_of_micro_batches_add_up_to_means_over_trained_toke
         entropies.append(amounts["entropy"])
     assert sum(losses) == (2 + 4 + 8 + 16) / 4
     assert sum(entropies) == 3 * (2 + 4 + 8 + 16) / 4
+
+
+class Conversations(Dataset):
+    """Rows of three tokens: a prompt, the whole first answer, and the whole last one."""
+
+    def __init__(self, num_rows: int):
+        self.lengths = torch.full((num_rows,), 3)
+
+    def batch(self, rows) -> Batch:
+        num_rows = len(rows)
+        ids = torch.zeros(3 * num_rows, dtype=torch.int64)
+        loss_mask = torch.tensor([0.0, 1.0, 1.0]).repeat(num_rows)
+        answer_mask = torch.tensor([0.0, 0.0, 1.0]).repeat(num_rows)
+        fields = {"loss_mask": loss_mask, "answer_mask": answer_mask}
+        return Batch(ids, make_cu_seqlens(self.lengths[[*rows]]), fields)
+
+
+@pytest.mark.parametrize("is_greedy, expected", [([1, 0, 1], 1.0), ([1, 1, 0], 0.0)])
+def test_the_last_answer_decides_whether_a_row_matches(one_rank, is_greedy, expected):
+    engine = Engine()
+    greedy_tokens = torch.tensor(is_greedy, dtype=torch.bool).repeat(2)
+    engine.log_probs = lambda batch, micro_batches: (-torch.ones(6), None, greedy_tokens)
+    metrics = train_sft.validate(engine, Conversations(2), 2)
+    assert metrics == {"val/loss": 1.0, "val/exact_match": expected}

@@ -78,6 +78,18 @@ def test_time_until_a_checkpoint_counts_from_the_loop_and_from_the_last_checkpoi
     assert not agreement.stop
 
 
+def test_a_checkpoint_by_steps_restarts_the_minutes(one_rank, clock):
+    agreement = signals.Agreement(save_freq=3, save_minutes=1)
+    clock.now = 0
+    agreement.begin(total_steps=10)
+    clock.now = 50
+    assert saves(agreement, 3)
+    clock.now = 70
+    assert not saves(agreement, 4), "a checkpoint was saved twenty seconds ago"
+    clock.now = 110
+    assert saves(agreement, 5)
+
+
 def test_checkpoints_by_steps_and_after_the_last_one(one_rank):
     agreement = signals.Agreement(save_freq=3, save_minutes=0)
     agreement.begin(total_steps=7)

@@ -240,6 +240,14 @@ def test_differences_are_relative_to_the_largest_number_in_the_tensors(a, b, exp
     assert difference == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", ["l2norm", "rms"])
+def test_a_norm_is_compared_with_itself(name):
+    """Relative to the largest element, the difference would be 0.1."""
+    extremes = {"max": 1.0, "min": -1.0}
+    difference = compare.relative_difference({**extremes, name: 0.1}, {**extremes, name: 0.2})
+    assert difference == pytest.approx(0.5)
+
+
 def test_metrics_of_a_step_are_numbers_also_where_they_are_0(tmp_path):
     """A number that was not finite is null in the file; a step may have several lines."""
     lines = [

@@ -241,6 +241,11 @@ def test_sizes_may_differ_by_repetition_on_tensor_parallel_ranks(
     assert (reason is None) == is_comparable
 
 
+def test_ranks_with_the_same_data_and_context_parallel_rank_see_the_same_tokens():
+    dp, cp, tp, pp = (AxisRank(rank, 9) for rank in (1, 2, 3, 4))
+    assert Coordinates("Engine", dp, cp, tp, pp, [0], {}).share == (1, 2)
+
+
 def coordinates(tp_size, dp_size=1, cp_size=1, engine="Engine"):
     tp, dp, cp = (AxisRank(0, size) for size in (tp_size, dp_size, cp_size))
     return Coordinates(engine, dp, cp, tp, AxisRank(), [0], {})

@@ -5,10 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from config import InputError
-from rl.estimation import next_kl_coef, sample_metrics, set_advantages
+from rl.estimation import (
+    ResponseTokens,
+    next_kl_coef,
+    sample_metrics,
+    set_advantages,
+    value_metrics,
+)
 from tests.algorithms.test_algorithms import BY_FORMULA, PARTS, WEIGHTS, Estimate, K
+from tests.support.ranks import on_ranks
 from tests.support.samples import (
     DIVERGENCES,
     advantages,
@@ -365,6 +373,30 @@ def test_values_are_explained():
     _, metrics = advantages(samples, GAE, values=[0.5, 1.5, 0.5, 1.5])
     assert metrics["critic/vf_explained_var"] == pytest.approx(0.75)
     assert metrics["critic/values/mean"] == 1
+
+
+VALUES = [0.5, 1.5, 0.5, 1.5]
+RETURNS = [0.0, 2.0, 3.0, 1.0]
+
+
+def explained_on_rank() -> float:
+    """Each of two ranks has two of four responses of one token."""
+    samples = make_samples([1, 1], [0, 0], [0, 1])
+    rank = dist.get_rank()
+    fields = samples.batch.fields
+    mask = fields["loss_mask"]
+    for name, values in (("values", VALUES), ("returns", RETURNS)):
+        part = torch.tensor(values[2 * rank : 2 * rank + 2])
+        fields[name] = torch.zeros_like(mask).masked_scatter(mask > 0, part)
+    share = replace(whole(samples), group=dist.group.WORLD)
+    return value_metrics(samples, ResponseTokens(share))["critic/vf_explained_var"]
+
+
+def test_values_are_explained_over_all_ranks(tmp_path):
+    errors = torch.tensor(RETURNS) - torch.tensor(VALUES)
+    variance_of_errors = errors.var(correction=0)
+    expected = 1 - variance_of_errors / torch.tensor(RETURNS).var(correction=0)
+    assert on_ranks(2, tmp_path, explained_on_rank) == pytest.approx([expected.item()] * 2)
 
 
 def test_a_step_shows_the_scores_of_all_its_draws_rather_than_of_what_it_trains_on():

@@ -441,3 +441,15 @@ def test_a_resumed_run_continues_with_the_checkpoints_counters(
     counters = saved | {"kl_coef": kl_coef}
     assert {name: getattr(run.progress, name) for name in counters} == counters
     assert (tmp_path / "failures.jsonl").read_text() == "".join(failures[:step])
+
+
+@pytest.mark.parametrize(
+    "rollout_freq, files", [(2, ["step_0.jsonl", "step_1.jsonl", "step_2.jsonl"]), (-1, [])]
+)
+def test_every_validation_writes_its_responses(tmp_path, monkeypatch, rollout_freq, files):
+    """trainer.rollout_freq=2 writes those of training in every second step; -1 writes none."""
+    samples = make_samples([1, 2], [1, 0], [0, 0])
+    settings = ["trainer.test_freq=1", f"trainer.rollout_freq={rollout_freq}"]
+    run, _ = finish(tmp_path, monkeypatch, samples, *settings)
+    written = (run.output_dir / "validation").glob("*")
+    assert sorted(file.name for file in written) == files

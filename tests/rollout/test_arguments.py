@@ -11,7 +11,7 @@ import torch.distributed as dist
 from config import InputError, load
 from engines.model.hf import build_on_meta, read_hf_config
 from rollout.vllm import adapters, routing, speculation, startup
-from rollout.vllm.arguments import MAX_PREFILL_TOKENS, Host, engine_arguments
+from rollout.vllm.arguments import MAX_PREFILL_TOKENS, NUM_TIES, Host, engine_arguments
 from rollout.vllm.capacity import max_num_seqs, weight_bytes
 from rollout.vllm.sampling import validation_sampling
 from rollout.vllm.versions import SUPPORTED
@@ -267,6 +267,13 @@ def test_validation_counts_only_with_validation_files_and_follows_rollout(folder
     assert arguments["max_model_len"] == 150
     assert not arguments["skip_tokenizer_init"], "training responses have a stop string"
     assert list(validation_sampling(other).stop) == []
+
+
+def test_vllm_returns_enough_log_probabilities_for_a_validation(folder):
+    """It also returns some that are as likely as the last of the top_k, see NUM_TIES."""
+    settings = ["data.val_files=x", "rollout.top_k=5", "validation.top_k=9"]
+    config = make_config(folder / "dense", *settings)
+    assert engine_arguments(config, make_host("cpu"), False)["max_logprobs"] == 9 + NUM_TIES
 
 
 @pytest.mark.parametrize("version", SUPPORTED)

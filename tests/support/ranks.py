@@ -3,6 +3,7 @@
 For tests of a few collectives that need no torchrun. What the function returns must be picklable.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 SECONDS = 300  # for one function on all ranks, on a busy machine
+SECONDS_UNTIL_STACKS = 280  # then a rank prints where it is
 
 
 def on_ranks(num_ranks: int, folder: Path, function: Callable, *arguments) -> list:
@@ -50,6 +52,7 @@ def run_rank(
     sender: Connection, rank: int, num_ranks: int, path: Path, function: Callable, arguments: tuple
 ) -> None:
     """Call the function in a process group, and send its result."""
+    faulthandler.dump_traceback_later(SECONDS_UNTIL_STACKS)
     os.environ["RANK"] = str(rank)
     torch.set_num_threads(1)  # a fork has no other threads
     store = dist.FileStore(str(path), num_ranks)
