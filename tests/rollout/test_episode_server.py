@@ -93,8 +93,10 @@ def test_a_message_that_the_gateway_does_not_read_yet_is_sent_later(start):
 def test_a_long_message_is_sent_while_its_answer_is_awaited(start):
     """The gateway cannot answer before it has the whole message."""
     server = start()
+    os.kill(server.process.pid, signal.SIGSTOP)  # else it might read the whole message at once
     server.send({"end": ["k" * 2**22], "number": 1})
     assert server._unsent
+    os.kill(server.process.pid, signal.SIGCONT)
     start_time = time.monotonic()
     messages = []
     while not messages:
