@@ -272,7 +272,7 @@ class Roles:
         respond = partial(self.respond, step)
         if self.config.rollout.partial.enable:
             if self.partial is None:
-                self.partial = self._start_partial(dataset, rows_of_batch, step)
+                self.partial = self.start_partial(dataset, rows_of_batch, step)
             source = PartialSource(
                 self.config,
                 self.partial,
@@ -286,7 +286,7 @@ class Roles:
         samples = collecting.collect(self.config, source, self.host_group)
         return samples, source.batch_index
 
-    def _start_partial(self, dataset, rows_of_batch: RowsOfBatch, step: int) -> PartialSampler:
+    def start_partial(self, dataset, rows_of_batch: RowsOfBatch, step: int) -> PartialSampler:
         """Return the sampler that carries responses from step to step, restored from a checkpoint.
 
         step: the next step, from 1.

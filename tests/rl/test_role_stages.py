@@ -126,7 +126,7 @@ def test_a_step_draws_from_batches_or_from_open_groups(make_roles, monkeypatch, 
         sources.append(source)
         return "samples"
 
-    monkeypatch.setattr(roles, "_start_partial", start)
+    monkeypatch.setattr(roles, "start_partial", start)
     monkeypatch.setattr(roles_module.collecting, "collect", collect)
     for step in (3, 4):
         following = 3 if is_partial else 5

@@ -110,7 +110,7 @@ def test_groups_of_a_checkpoint_count_among_those_that_the_rest_of_the_run_train
     roles.sampler = SimpleNamespace(rollout=roles.rollout)
     groups = [open_group(27, 2), open_group(29, 3)]
     roles.carried_files = [to_bytes(groups, Counters(30, 3))]
-    sampler = roles._start_partial([0], range, step=4)
+    sampler = roles.start_partial([0], range, step=4)
     assert [group.number for group in sampler.open.groups] == [27, 29]
     assert (sampler.ledger.next_group, sampler.ledger.num_dropped) == (30, 3)
     assert sampler.ledger.limit == 25 + 3 * 8
@@ -127,7 +127,7 @@ def test_old_groups_are_finished_or_dropped_as_configured(
     stale = [f"rollout.partial.on_stale={on_stale}", "rollout.partial.max_staleness=3"]
     roles = make_roles(6, *PARTIAL, *stale)
     roles.rollout = SimpleNamespace(num_replicas=2)
-    sampler = roles._start_partial(["row"], range, step=1)
+    sampler = roles.start_partial(["row"], range, step=1)
     assert sampler.open.finishes_old == finishes_old
     assert sampler.open.max_staleness == 3
     assert sampler.dataset == ["row"]

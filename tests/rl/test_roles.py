@@ -481,11 +481,11 @@ def test_more_groups_than_a_step_needs_begin_only_if_they_may_wait(
     partial += [f"rollout.partial.max_staleness={max_staleness}", "rollout.partial.oversample=1.5"]
     roles = make_roles(6, *partial, "data.train_batch_size=8")
     roles.rollout = SimpleNamespace(num_replicas=2)
-    sampler = roles._start_partial([0], range, step=3)
+    sampler = roles.start_partial([0], range, step=3)
     assert sampler.ledger.num_replicas == 2
     assert sampler.ledger.oversample == oversample
     assert sampler.ledger.limit == 4 * 8, "the groups of the steps that are left"
     filtering = make_roles(6, *partial, "algorithm.filter_groups.enable=true")
     filtering.rollout = roles.rollout
-    limit = filtering._start_partial([0], range, step=3).ledger.limit
+    limit = filtering.start_partial([0], range, step=3).ledger.limit
     assert limit is None, "a step may need any number of groups"
