@@ -234,12 +234,12 @@ def test_floats_are_constants_of_compiled_layers(folder, monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=record))
-    monkeypatch.setattr(torch._dynamo.config, "specialize_float", False)
     lora = ["model.lora.rank=4", "model.lora.alpha=6", "engine.use_remove_padding=false"]
     config = make_config(folder, "engine.torch_compile=always", *lora)
     hf, _ = build_model(config, Head.LOG_PROBS)
-    prepare_layers(hf, config, "cpu")
-    hf.to_empty(device="cpu")(torch.zeros(1, 8, dtype=torch.long))
+    with torch._dynamo.config.patch(specialize_float=False):
+        prepare_layers(hf, config, "cpu")
+        hf.to_empty(device="cpu")(torch.zeros(1, 8, dtype=torch.long))
     assert inputs_of_graphs
     # A float that is an input is a tensor with a type of its own.
     tensors = [x for inputs in inputs_of_graphs for x in inputs if isinstance(x, Tensor)]
