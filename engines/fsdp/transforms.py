@@ -81,8 +81,8 @@ def compile_layers(hf: nn.Module) -> None:
 
     Floats, such as the epsilon of a norm or the scale of LoRA, become constants of the compiled
     code. With dynamic=True they would be its inputs, as tensors on the CPU. For arithmetic on
-    them, Inductor would generate C++, and on a new machine it tries out C++ compilers for more
-    than a minute.
+    them Inductor generates C++, and on a new machine it first spends about a minute finding out
+    what the compiler can do.
     """
     torch._dynamo.config.specialize_float = True
     experts.leave_uncompiled(hf)
