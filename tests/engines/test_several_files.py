@@ -8,7 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from config import InputError, load
 from engines.checkpoint.checkpointer import Checkpointer
@@ -18,7 +18,7 @@ from engines.megatron import bridge
 from engines.megatron.engine import MegatronEngine
 from engines.model import mtp, weights
 from engines.model.classifier import check_is_reward_model
-from engines.model.hf import build_on_meta, read_hf_config
+from engines.model.hf import read_hf_config
 from engines.model.model_files import (
     fingerprint,
     ignored_weights,
@@ -27,8 +27,9 @@ from engines.model.model_files import (
     weight_files,
 )
 from engines.model.names import model_names
-from engines.model.weights import Placement, check_files, load_weights
+from engines.model.weights import check_files
 from tests.engines.stub_engine import StubEngine, StubTokenizer
+from tests.support.loading import loaded, on_meta
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
 from tests.support.training import flip_bit
@@ -85,24 +86,14 @@ def weights_of(model: Path) -> dict[str, Tensor]:
     return load_file(model / "model.safetensors")
 
 
-def on_meta(model: Path, head: Head = Head.LOG_PROBS) -> nn.Module:
-    return build_on_meta(read_hf_config(model), torch.float32, head)
-
-
-def loaded(model: Path) -> dict[str, Tensor]:
-    hf = on_meta(model)
-    load_weights(hf, model, model_names(hf, model), Placement(CPU, CPU, torch.float32))
-    return hf.state_dict()
-
-
 # -- reading ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES[:5])
 def test_a_model_in_several_files_is_loaded_as_from_one(single, dealt, family):
     """The experts of a stack come from all files."""
-    expected = loaded(single / family)
-    result = loaded(dealt / family)
+    expected = loaded(single / family).state_dict()
+    result = loaded(dealt / family).state_dict()
     assert result.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(result[name], tensor), name

@@ -1,14 +1,15 @@
 """The Megatron engine's estimates per pipeline stage, counted from the weights in the files."""
 
+import math
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
 from config import load
 from engines.build import engine_class
 from engines.heads import Head
 from engines.memory import Estimate
+from engines.model.model_files import shapes_in_files
 from tests.support.models import make_model
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -64,11 +65,7 @@ def estimates(
 
 def sizes_in_files(model: Path) -> dict[str, int]:
     """Return the number of elements of each weight."""
-    sizes = {}
-    with safe_open(model / "model.safetensors", framework="pt") as tensors:
-        for name in tensors.keys():
-            sizes[name] = tensors.get_tensor(name).numel()
-    return sizes
+    return {name: math.prod(shape) for name, shape in shapes_in_files(model).items()}
 
 
 def count(model: Path, *parts: str) -> int:

@@ -31,6 +31,7 @@ from engines.model.names import described_names, model_names, split_stacks, stac
 from engines.model.shape import stage_sizes
 from engines.model.weights import Placement, check_files, copy_rows, load_adapter, load_weights
 from tests.support.foreign import FOREIGN
+from tests.support.loading import loaded, on_meta
 from tests.support.models import make_image_model, make_model
 from tests.support.ranks import on_ranks
 
@@ -45,17 +46,6 @@ def models(tmp_path_factory) -> Path:
     for family in FAMILIES:
         make_model(folder / family, family)
     return folder
-
-
-def on_meta(path: Path, head: Head = Head.LOG_PROBS) -> nn.Module:
-    return build_on_meta(read_hf_config(path), torch.float32, head)
-
-
-def loaded(path: Path, **options) -> nn.Module:
-    hf = on_meta(path, options.get("head", Head.LOG_PROBS))
-    placement = Placement(CPU, CPU, torch.float32)
-    load_weights(hf, path, model_names(hf, path), placement, **options)
-    return hf
 
 
 def change_file(path: Path, changes: dict[str, torch.Tensor]) -> None:

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
 from config import load
 from engines.fsdp.engine import FSDPEngine
 from engines.heads import Head
 from engines.memory import Estimate
+from engines.model.model_files import shapes_in_files
 from tests.support.models import make_image_model, make_model
 
 # Of the llama below.
@@ -62,11 +62,6 @@ def estimate(
     config = make_config(model, *pairs)
     (result,) = FSDPEngine.estimate_memory(config, num_ranks, "cpu", head, is_trained)
     return result
-
-
-def sizes_in_files(model: Path) -> dict[str, list[int]]:
-    with safe_open(model / "model.safetensors", framework="pt") as tensors:
-        return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
 
 
 # -- tokens ----------------------------------------------------------------------------------------
@@ -229,7 +224,7 @@ def test_muon_keeps_both_moments_of_experts(mixture):
     """They are stacked in parameters with three dimensions, which AdamW updates."""
     one_moment = 0
     two_moments = 0
-    for name, shape in sizes_in_files(mixture).items():
+    for name, shape in shapes_in_files(mixture).items():
         number = shape[0] * (shape[1] if len(shape) == 2 else 1)
         if ".layers." in name and len(shape) == 2 and ".experts." not in name:
             one_moment += number
