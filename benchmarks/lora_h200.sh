@@ -23,6 +23,7 @@ if [ "${GPUS:-1}" = 2 ]; then
     two
     two engine.fsdp_size=1
     $python benchmarks/lora_h200.py 7B --ranks 2 $bf16 $cap=16384 --steps 1 --ways swapped
+    $python benchmarks/lora_h200.py 7B --ranks 2 $bf16 $cap=16384 engine.fsdp_size=1 --steps 1 --ways shared
 fi
 large() { $python benchmarks/lora_h200.py "$@" $bf16 $cap=8192 engine.activation_checkpointing=true engine.torch_compile=never \
     rollout.enforce_eager=true --prompts 32 --n 4 --tokens 64 --steps 1 --ways shared; }
