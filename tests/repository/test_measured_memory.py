@@ -115,7 +115,6 @@ CASES = {
         # a later version on two GPUs
         Case("7B", f"{BF16} {TOKENS_8K}"),
         on_two("7B", f"{BF16} {TOKENS_8K} {ZERO2}"),
-        on_two("7B", f"{BF16} {TOKENS_8K} {ZERO2} engine.sync_each_micro_batch=false"),
         on_two("7B", f"{BF16} {TOKENS_8K}"),
         on_two("7B", f"{BF16} {TOKENS_8K} engine.fsdp_size=1"),
         on_two("7B", f"{TP2} {TOKENS_8K} {BF16_GRADIENTS}"),
