@@ -413,6 +413,7 @@ def test_the_first_tensor_that_differs_is_named(
         line = json.dumps({"step": 1, "train/loss": value}) + "\n"
         (tmp_path / name / "metrics.jsonl").write_text(line)
     settings = compare.Settings(output=tmp_path / "tables")
+    capsys.readouterr()  # what msprobe printed
 
     code = compare.compare_runs(tmp_path / "a", tmp_path / "equal", 1, "train_batch", settings)
     lines = capsys.readouterr().out.splitlines()
