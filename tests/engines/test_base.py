@@ -16,7 +16,7 @@ from engines.base import Engine
 from engines.heads import LogProbHead, ValueHead
 from tests.engines.test_microbatch import FakeGroup
 from tests.support.models import make_model
-from tests.support.ranks import on_ranks
+from tests.support.ranks import group_beside_rank0, on_ranks
 
 CPU = torch.device("cpu")
 LENGTHS = [2, 1, 3]
@@ -62,15 +62,14 @@ def test_with_groups_of_a_fixed_size_every_rank_reports():
 
 
 def sums_on_rank() -> float:
-    """Return the sum over the data-parallel ranks: this one, if both share sequences."""
-    groups = [dist.new_group([rank]) for rank in range(2)]
+    """Return the sum over the data-parallel ranks, of which rank 0 is the only one of its group."""
     engine = PlainEngine(2)
-    engine.dp_group = groups[dist.get_rank()]
+    engine.dp_group = group_beside_rank0()
     return engine.sum_over_dp(torch.tensor(float(10 ** dist.get_rank()))).item()
 
 
 def test_amounts_are_summed_over_data_parallel_ranks_alone(tmp_path):
-    assert on_ranks(2, tmp_path, sums_on_rank) == [1, 10]
+    assert on_ranks(3, tmp_path, sums_on_rank) == [1, 110, 110]
 
 
 def plan_of_rank(rank: int, lengths: list[int], **options) -> Plan:
