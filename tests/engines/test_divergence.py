@@ -368,6 +368,8 @@ def part_of_head() -> tuple[Tensor, Tensor]:
     teacher_settings = LogProbSettings(TEACHER_TRANSFORM, 7)
     candidates = top_k_log_probs(case.teacher_hidden, case.teacher_weight, 5, teacher_settings)
     teacher = TeacherRows(*candidates)
+    # As in an evaluation of the student.
+    assert len(head(case.hidden, weight, targets, candidate_ids)) == head.num_outputs
     *_, result = head(case.hidden, weight, targets, candidate_ids, teacher)
     result.backward(case.grad)
     return result.detach(), weight.grad
