@@ -10,6 +10,7 @@ from tests.engines.fsdp.cases import CP2, build, train
 from tests.support.guarded import unguarded
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
+from tests.support.training import make_batch
 
 LAYOUTS = {"sharded": "", "replicas": "fsdp_size=1", "shared sequences": CP2}
 Steps = tuple[list[dict[str, float]], dict[str, Tensor]]
@@ -38,3 +39,24 @@ def test_two_ranks_train_as_one_does(tmp_path):
             assert weights.keys() == expected_weights.keys()
             for key, expected in expected_weights.items():
                 torch.testing.assert_close(weights[key], expected, rtol=1e-4, atol=1e-5)
+
+
+def loss_with_dropout(model: Path) -> float:
+    """Return this rank's own loss of a batch that both ranks have."""
+    with unguarded():
+        engine = build(model, torch.device("cpu"), more=["model.lora.dropout=0.5"], lora=True)
+    batch = make_batch(0)
+    losses = []
+
+    def loss_fn(log_probs, entropy, fields):
+        loss = -log_probs.sum()
+        losses.append(loss.item())
+        return loss, {}
+
+    engine.train_batch(batch, loss_fn, 0)
+    return sum(losses)
+
+
+def test_each_rank_draws_its_own_dropout(folder, tmp_path):
+    first, second = on_ranks(2, tmp_path, loss_with_dropout, folder / "qwen3")
+    assert first != pytest.approx(second, rel=1e-4)
