@@ -16,7 +16,7 @@ from engines.base import Engine
 from engines.heads import LogProbHead, ValueHead
 from tests.engines.test_microbatch import FakeGroup
 from tests.support.models import make_model
-from tests.support.ranks import on_ranks
+from tests.support.ranks import group_beside_rank0, on_ranks
 
 CPU = torch.device("cpu")
 LENGTHS = [2, 1, 3]
@@ -32,7 +32,7 @@ class PlainEngine(Engine):
         self.device = CPU
         self.compute_dtype = torch.bfloat16
         self.head = LogProbHead(1.0, 7, False, 97)
-        self._flops = (1, 0, 0)
+        self._flops = (100, 0, 0)
 
     def padding_multiple(self, group_size: int) -> int:
         return 1
@@ -62,15 +62,14 @@ def test_with_groups_of_a_fixed_size_every_rank_reports():
 
 
 def sums_on_rank() -> float:
-    """Return the sum over the data-parallel ranks: this one, if both share sequences."""
-    groups = [dist.new_group([rank]) for rank in range(2)]
+    """Return the sum over the data-parallel ranks, of which rank 0 is the only one of its group."""
     engine = PlainEngine(2)
-    engine.dp_group = groups[dist.get_rank()]
+    engine.dp_group = group_beside_rank0()
     return engine.sum_over_dp(torch.tensor(float(10 ** dist.get_rank()))).item()
 
 
 def test_amounts_are_summed_over_data_parallel_ranks_alone(tmp_path):
-    assert on_ranks(2, tmp_path, sums_on_rank) == [1, 10]
+    assert on_ranks(3, tmp_path, sums_on_rank) == [1, 110, 110]
 
 
 def plan_of_rank(rank: int, lengths: list[int], **options) -> Plan:
@@ -85,7 +84,7 @@ def plan_of_rank(rank: int, lengths: list[int], **options) -> Plan:
 @pytest.mark.usefixtures("process_group")
 def test_ranks_share_the_work_for_images_too():
     """The first sequence's image takes as long as the three other sequences."""
-    image_flops = [20.0, 0.0, 0.0, 0.0]
+    image_flops = [2000.0, 0.0, 0.0, 0.0]
     shares = [plan_of_rank(rank, [10] * 4, image_flops=image_flops).sequences for rank in (0, 1)]
     assert sorted(map(sorted, shares)) == [[0], [1, 2, 3]]
 
@@ -94,8 +93,10 @@ def test_ranks_share_the_work_for_images_too():
 def test_pairs_stay_in_one_micro_batch():
     lengths = [3, 5, 4, 4, 6, 2, 1, 1]
     seen = []
+    num_micro_batches = []
     for rank in (0, 1):
         plan = plan_of_rank(rank, lengths, group_size=2)
+        num_micro_batches.append(len(plan.micro_batches))
         for _, members in plan.micro_batches:
             numbers = sorted(plan.sequences[i] for i in members)
             assert numbers[::2] == [number - 1 for number in numbers[1::2]]
@@ -103,6 +104,7 @@ def test_pairs_stay_in_one_micro_batch():
             assert sum(lengths[number] for number in numbers) <= 10
             seen += numbers
     assert sorted(seen) == [*range(8)]
+    assert sorted(num_micro_batches) == [1, 2], "two pairs of 8 tokens, and one of 8 with one of 2"
 
 
 def test_padding_is_used_only_within_the_block():

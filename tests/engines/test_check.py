@@ -130,6 +130,15 @@ def test_an_output_matrix_in_the_files_of_a_tied_model_is_no_difference(model, t
 
 
 @pytest.mark.usefixtures("process_group")
+def test_weights_that_the_engine_rounds_are_not_those_of_the_model(model, tmp_path):
+    config = settings_of(model, "engine.param_dtype=bfloat16")
+    num_tensors = len(load_file(model / "model.safetensors"))
+    message = f"^export: {num_tensors} tensors are not as in model.path: model.* different values$"
+    with pytest.raises(InputError, match=message):
+        check_engine_and_export(config, CPU, tmp_path / "export")
+
+
+@pytest.mark.usefixtures("process_group")
 def test_an_export_with_other_weights_is_found_when_it_is_loaded(model, tmp_path):
     export = tmp_path / "export"
     reference = check_engine_and_export(settings_of(model), CPU, export)

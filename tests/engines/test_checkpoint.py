@@ -205,6 +205,21 @@ def test_a_damaged_checkpoint_is_not_resumed_from(checkpointer, engine, file):
     assert (checkpointer.directory / "latest").read_text() == "step_00000001\n"
 
 
+def test_a_dry_run_reports_damaged_checkpoints_and_leaves_them(checkpointer, engine, capsys):
+    intact = save(checkpointer, 1, engine)
+    damaged = [save(checkpointer, step, engine) for step in (2, 3)]
+    for path in damaged:
+        flip_bit(path / DAMAGED[0])
+    latest = checkpointer.directory / "latest"
+    assert checkpointer.find("auto", dry_run=True) == intact
+    assert latest.read_text() == damaged[1].name + "\n"
+    newer, older = capsys.readouterr().out.splitlines()
+    for line, path in ((newer, damaged[1]), (older, damaged[0])):
+        assert path.is_dir()
+        assert line.startswith(f"{path} is damaged: {DAMAGED[0]}")
+        assert line.endswith(f"the run would resume from {intact}")
+
+
 def test_progress_that_was_changed_is_damage(checkpointer, engine):
     intact = save(checkpointer, 1, engine)
     file = save(checkpointer, 2, engine) / "trainer.json"

@@ -223,6 +223,15 @@ def test_a_rank_that_cannot_join_names_the_address(rank_of_two, monkeypatch, ran
     assert reason in message
 
 
+def test_a_rank_that_cannot_join_says_why_and_what_to_do(rank_of_two, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    port = rank_of_two.getsockname()[1]
+    error = RuntimeError("Timed out after 3 seconds. \nException raised from listen at a.cpp:5")
+    where = f"rank 1 of 2 cannot join the other ranks at 127.0.0.1:{port}"
+    advice = "check that every rank has been started, that this node reaches that address and port,"
+    assert joining.explain(error).startswith(f"{where}: Timed out after 3 seconds; {advice}")
+
+
 def test_a_port_in_use_is_named(rank_of_two, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     port = rank_of_two.getsockname()[1]

@@ -21,7 +21,7 @@ from engines.divergence import (
 from engines.heads import LogProbHead
 from engines.logprobs import LogitTransform, LogProbSettings
 from engines.teacher import Distillation, TeacherRows
-from tests.support.ranks import on_ranks
+from tests.support.ranks import group_beside_rank0, on_ranks
 
 NUM_TOKENS = 24
 VOCAB_SIZE = 53
@@ -188,10 +188,10 @@ def test_tokens_of_one_model_alone_are_left_out(mode, teacher_tokens):
     assert_all_close(compute(make_case(teacher_tokens), settings, Divergence(mode)), wanted)
 
 
-def own_rows(weight: Tensor) -> tuple[Tensor, int]:
+def own_rows(weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
     """Return this rank's rows of a matrix [V, h] that ranks divide, and the first one's number."""
-    rows_per_rank = -(-len(weight) // dist.get_world_size())
-    first = dist.get_rank() * rows_per_rank
+    rows_per_rank = -(-len(weight) // group.size())
+    first = group.rank() * rows_per_rank
     return weight.detach()[first : first + rows_per_rank].clone(), first
 
 
@@ -200,12 +200,12 @@ def part_of_rank(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what compute() returns, where ranks divide the vocabulary."""
     case = make_case(teacher_tokens)
-    weight, first_token = own_rows(case.weight)
+    group = group_beside_rank0()
+    weight, first_token = own_rows(case.weight, group)
     weight.requires_grad_()
-    group = dist.group.WORLD
     settings = LogProbSettings(TRANSFORMS[-1], 7, group=group, first_token=first_token)
     if top_k:
-        teacher_weight, first_of_teacher = own_rows(case.teacher_weight)
+        teacher_weight, first_of_teacher = own_rows(case.teacher_weight, group)
         teacher_settings = LogProbSettings(
             TEACHER_TRANSFORM, 7, group=group, first_token=first_of_teacher
         )
@@ -228,7 +228,8 @@ def part_of_rank(
 def test_ranks_that_divide_the_vocabulary(tmp_path: Path, mode, top_k, teacher_tokens):
     divergence = Divergence(mode)
     wanted = expected(make_case(teacher_tokens), TRANSFORMS[-1], divergence, top_k)
-    parts = on_ranks(3, tmp_path, part_of_rank, divergence, top_k, teacher_tokens)
+    alone, *parts = on_ranks(4, tmp_path, part_of_rank, divergence, top_k, teacher_tokens)
+    assert_all_close(alone, wanted)
     for result, *_ in parts:
         assert_all_close([result], wanted[:1])
     assert_all_close([sum(part[1] for part in parts)], wanted[1:2])
@@ -236,14 +237,15 @@ def test_ranks_that_divide_the_vocabulary(tmp_path: Path, mode, top_k, teacher_t
 
 
 def gathered_columns() -> list[torch.Tensor]:
-    """Gather columns of which rank 0 has one, and each further rank one more."""
-    rank = dist.get_rank()
+    """Gather columns of which a group's first rank has one, and each further rank one more."""
+    group = group_beside_rank0()
+    rank = group.rank()
     x = torch.arange(2 * (rank + 1)).view(2, rank + 1) + 10 * (rank + 1)
-    return [gather_columns(x, dist.group.WORLD), gather_columns(x.float(), dist.group.WORLD)]
+    return [gather_columns(x, group), gather_columns(x.float(), group)]
 
 
 def test_columns_of_ranks_are_gathered_whatever_their_number(tmp_path):
-    for token_ids, log_probs in on_ranks(3, tmp_path, gathered_columns):
+    for token_ids, log_probs in on_ranks(4, tmp_path, gathered_columns)[1:]:
         columns = [
             [10, 0, 0, 20, 21, 0, 30, 31, 32],
             [11, 0, 0, 22, 23, 0, 33, 34, 35],
@@ -355,16 +357,19 @@ def test_trl(divergence, beta):
 def part_of_head() -> tuple[Tensor, Tensor]:
     """Return a head's divergence from five tokens of a teacher, and this rank's gradient."""
     case = make_case()
-    head = LogProbHead(1.0, 7, False, VOCAB_SIZE, dist.group.WORLD)
+    group = group_beside_rank0()
+    head = LogProbHead(1.0, 7, False, VOCAB_SIZE, group)
     head.distillation = Distillation(Divergence("forward_kl"), 1.0, VOCAB_SIZE)
-    num_padding = -VOCAB_SIZE % dist.get_world_size()
-    weight, _ = own_rows(F.pad(case.weight, (0, 0, 0, num_padding)))
+    num_padding = -VOCAB_SIZE % group.size()
+    weight, _ = own_rows(F.pad(case.weight, (0, 0, 0, num_padding)), group)
     weight.requires_grad_()
     targets = torch.zeros(NUM_TOKENS, dtype=torch.int64)
     candidate_ids = torch.zeros(NUM_TOKENS, 0, dtype=torch.int64)
     teacher_settings = LogProbSettings(TEACHER_TRANSFORM, 7)
     candidates = top_k_log_probs(case.teacher_hidden, case.teacher_weight, 5, teacher_settings)
     teacher = TeacherRows(*candidates)
+    # As in an evaluation of the student.
+    assert len(head(case.hidden, weight, targets, candidate_ids)) == head.num_outputs
     *_, result = head(case.hidden, weight, targets, candidate_ids, teacher)
     result.backward(case.grad)
     return result.detach(), weight.grad
@@ -372,7 +377,7 @@ def part_of_head() -> tuple[Tensor, Tensor]:
 
 def test_a_divided_head_compares_its_own_tokens_with_a_teacher(tmp_path: Path):
     wanted, _, wanted_grad = expected(make_case(), TRANSFORMS[0], Divergence("forward_kl"), 5)
-    parts = on_ranks(2, tmp_path, part_of_head)
+    _, *parts = on_ranks(3, tmp_path, part_of_head)
     for result, _ in parts:
         assert_all_close([result], [wanted])
     assert_all_close([torch.cat([grad for _, grad in parts])[:VOCAB_SIZE]], [wanted_grad])

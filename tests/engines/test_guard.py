@@ -100,6 +100,20 @@ def test_the_first_leaking_layer_is_named(number):
         guard.check_isolation(StubEngine(leaking_layer=number))
 
 
+class TwoModules(StubEngine):
+    """An engine with two virtual pipeline stages."""
+
+    def layers(self) -> list[list[tuple[int, nn.Module]]]:
+        layers = list(enumerate(self.stack))
+        return [layers[:2], layers[2:]]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_leaking_layer_of_any_module_is_named(number):
+    with pytest.raises(InputError, match=f"differ by .*, first in layer {number} of 0 to 3"):
+        guard.check_isolation(TwoModules(leaking_layer=number))
+
+
 @pytest.mark.parametrize("size, shared_by", [(1, 1), (2, 2), (8, 4)])
 def test_a_micro_batch_is_shared_by_at_most_the_largest_group(size, shared_by):
     engine = StubEngine(leaking_layer=None)

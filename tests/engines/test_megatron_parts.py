@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from engines.megatron.families import ROPE_TYPES, check_rope
 from engines.megatron.mapping import row_runs
 from engines.megatron.transformer_config import layout_fields, softmax_scale
 from engines.megatron.without_cuda import cuda_is_cpu
+from engines.model import lora
 from engines.teacher import HiddenHead
 from tests.engines.megatron_checks import make_config
 from tests.support.estimates import checkpoint_bytes, estimate_bytes
@@ -172,7 +174,7 @@ def test_a_dense_model_beside_one_with_experts_is_divided_over_no_expert_ranks(t
 
 def dropped_inputs(model: Path, sequence_parallel: bool) -> dict[str, list[list[float]]]:
     """Return what dropout leaves of ones: name of an adapted matrix -> two draws of a first seed
-    and one of a second."""
+    and one of a second; and what it leaves in an evaluation."""
     pairs = [f"model.path={model}", "model_engine=megatron", "data.train_files=unused"]
     pairs += ["engine.tensor_model_parallel_size=2", "model.lora.rank=2", "model.lora.dropout=0.25"]
     pairs.append(f"engine.sequence_parallel={sequence_parallel}")
@@ -184,6 +186,8 @@ def dropped_inputs(model: Path, sequence_parallel: bool) -> dict[str, list[list[
             for seed in (1, 1, 2):
                 torch.manual_seed(seed)
                 draws[name].append(module.dropped(torch.ones(400)).tolist())
+            module.eval()
+            draws[name].append(module.dropped(torch.ones(400)).tolist())
     return draws
 
 
@@ -195,13 +199,69 @@ def test_ranks_drop_the_same_numbers_only_of_an_input_that_they_share(tmp_path, 
     first_rank, second_rank = on_ranks(2, tmp_path, dropped_inputs, model, sequence_parallel)
     assert len(first_rank) == 4
     for name, draws in first_rank.items():
-        first, again, with_another_seed = draws
+        first, again, with_another_seed, in_evaluation = draws
+        assert {*in_evaluation} == {1.0}
         assert first == again != with_another_seed
         assert sorted({*first}) == pytest.approx([0, 1 / 0.75])
         assert 250 < sum(number > 0 for number in first) < 350
         is_row_parallel = "linear_proj" in name or "linear_fc2" in name
         is_shared = not is_row_parallel and not sequence_parallel
         assert (second_rank[name] == draws) == is_shared
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What one rank knows of a new engine.
+
+    hidden  the last hidden states of a batch's tokens; empty on the first pipeline stage
+    """
+
+    weights: dict[str, torch.Tensor]
+    adapters: dict[str, torch.Tensor]
+    output_matrix: torch.Tensor
+    log_probs: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
+
+
+def exported_by_rank(model: Path, setting: str) -> Exported:
+    """Return what an engine exports while its parameters are offloaded, and what it computes."""
+    pairs = [f"model.path={model}", "model_engine=megatron", "data.train_files=unused", setting]
+    # Large enough adapters to be offloaded.
+    pairs += ["model.lora.rank=64", "engine.compute_dtype=float32"]
+    engine = MegatronEngine(load("sft.yaml", pairs), torch.device("cpu"), 1, optimize=False)
+    engine.offload("parameters")
+    adapters = {name: matrix.clone() for name, matrix in engine.export_adapter()}
+    engine.offload("parameters")
+    weights = dict(engine.export_weights())
+    batch = make_batch(0)
+    hidden = engine.token_outputs(batch, HiddenHead())
+    return Exported(weights, adapters, engine.output_matrix(), engine.log_probs(batch)[0], hidden)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_two_ranks_export_the_weights_in_the_files_and_new_adapters(tmp_path, axis):
+    path = make_model(tmp_path / "llama", "llama", num_hidden_layers=2)
+    setting = f"engine.{axis}_model_parallel_size=2"
+    first, last = on_ranks(2, tmp_path, exported_by_rank, path, setting)
+    in_files = load_file(path / "model.safetensors")
+    for rank in (first, last):
+        assert rank.weights.keys() == in_files.keys()
+        for name, weight in in_files.items():
+            assert rank.weights[name].equal(weight), name
+        assert len(rank.adapters) == 2 * 7 * 2
+        for name, matrix in rank.adapters.items():
+            assert matrix.equal(lora.initial_matrix(name, matrix.shape, seed=0)), name
+    assert first.log_probs.equal(last.log_probs)
+    assert first.log_probs.any()
+    has_whole_output = [axis == "tensor", True]
+    for rank, is_last_stage in zip((first, last), has_whole_output):
+        if not is_last_stage:
+            assert rank.hidden == ()
+            assert not rank.output_matrix.numel()
+            continue
+        (hidden,) = rank.hidden
+        assert hidden.shape == (len(rank.log_probs), 32)
+        assert rank.output_matrix.equal(in_files["lm_head.weight"])
 
 
 def places_of_layers(model: Path) -> tuple[dict, list[list[int]]]:

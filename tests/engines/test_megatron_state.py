@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from config import load
 from engines.heads import Head
-from engines.megatron.checkpoint_files import hf_weights
+from engines.megatron.checkpoint_files import copy_to_host, hf_weights
 from engines.megatron.engine import MegatronEngine
 from tests.support.cases import id_of, slow_unless_quick
 from tests.support.models import make_model
@@ -191,6 +192,14 @@ def test_a_new_engine_goes_on_where_the_saved_one_was(models, tmp_path, case):
     assert stored.keys() == expected.keys()
     for name, tensor in stored.items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_save_in_the_background_has_a_copy_of_the_tensors():
+    weight = torch.ones(3)
+    part = ShardedTensor.from_rank_offsets("weight", weight)
+    copy_to_host({"engine": [part]})
+    weight.zero_()
+    assert part.data.tolist() == [1, 1, 1]
 
 
 def errors_of_other_states(folder: Path) -> list[str]:

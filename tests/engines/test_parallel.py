@@ -38,7 +38,7 @@ from job.signals import Agreement
 from tests.engines import stub_engine
 from tests.engines.test_guard import StubEngine
 from tests.support.models import make_model
-from tests.support.ranks import on_ranks
+from tests.support.ranks import group_beside_rank0, on_ranks
 
 CPU = torch.device("cpu")
 LENGTHS = [8, 24, 8]
@@ -103,16 +103,18 @@ def own_tokens(num_ranks: int, rank: int, zigzag: bool) -> list[int]:
 
 
 def attend_on_rank(zigzag: bool) -> list[list[list]]:
-    """Return the results of attend() for all SCORINGS."""
+    """Return the results of attend() for all SCORINGS; none on rank 0, which shares no sequence."""
+    group = group_beside_rank0()
     results = []
+    if group.size() == 1:
+        return results
     for scoring in SCORINGS.values():
-        results.append([x.tolist() for x in attend(scoring, zigzag)])
+        results.append([x.tolist() for x in attend(scoring, zigzag, group)])
     return results
 
 
-def attend(scoring: Scoring, zigzag: bool) -> list[torch.Tensor]:
+def attend(scoring: Scoring, zigzag: bool, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Return the same as attend_token_by_token(), for this rank's tokens."""
-    group = dist.group.WORLD
     tokens = own_tokens(group.size(), group.rank(), zigzag)
     *inputs, weights = make_inputs()
     q, k, v = (x[tokens].requires_grad_() for x in inputs)
@@ -128,7 +130,7 @@ def attend(scoring: Scoring, zigzag: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("zigzag, num_ranks", [(False, 2), (False, 4), (True, 2), (True, 4)])
 def test_ranks_that_share_sequences_attend_as_one(tmp_path, zigzag, num_ranks):
-    by_rank = on_ranks(num_ranks, tmp_path, attend_on_rank, zigzag)
+    by_rank = on_ranks(1 + num_ranks, tmp_path, attend_on_rank, zigzag)[1:]
     for number, (name, scoring) in enumerate(SCORINGS.items()):
         expected = attend_token_by_token(scoring)
         for rank, results in enumerate(by_rank):
@@ -217,19 +219,21 @@ def test_a_packed_kernel_gets_the_same_segments(tmp_path, num_ranks, longest):
 
 def gather_on_rank() -> dict[str, tuple[list, list]]:
     """Return what each collective gathers, and its gradient for this rank's part."""
-    group = dist.group.WORLD
+    group = group_beside_rank0()
     rank = group.rank()
     results = {}
     for kind, scale in ((AllGatherSliceGrad, 1), (AllGatherSumGrad, 1 + rank)):
         own = torch.tensor([2.0 * rank, 2.0 * rank + 1], requires_grad=True)
         gathered = kind.apply(own, group)
-        (gathered * torch.arange(10.0, 16.0) * scale).sum().backward()
+        (gathered * torch.arange(10.0, 10 + len(gathered)) * scale).sum().backward()
         results[kind.__name__] = (gathered.tolist(), own.grad.tolist())
     return results
 
 
 def test_the_gradient_of_a_gathered_tensor_is_a_slice_or_a_sum(tmp_path):
-    for rank, results in enumerate(on_ranks(3, tmp_path, gather_on_rank)):
+    alone, *by_rank = on_ranks(4, tmp_path, gather_on_rank)
+    assert alone == dict.fromkeys(alone, ([0, 1], [10, 11]))
+    for rank, results in enumerate(by_rank):
         gathered = [0, 1, 2, 3, 4, 5]
         own_slice = [10 + 2 * rank, 11 + 2 * rank]
         assert results["AllGatherSliceGrad"] == (gathered, own_slice)
@@ -263,12 +267,13 @@ def head_loss(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
 def run_head_on_rank(has_candidates: bool) -> list[list]:
     """Return the head's results and the gradients, by rows of the output matrix on this rank."""
     hidden, weight, candidates = make_head_inputs()
-    rank = dist.get_rank()
+    group = group_beside_rank0()
+    rank = group.rank()
     padded = torch.cat([weight, torch.full((2, DIM), 1e3)])
     rows = padded[rank * NUM_ROWS : (rank + 1) * NUM_ROWS].clone()
     hidden.requires_grad_()
     rows.requires_grad_()
-    head = LogProbHead(0.7, 4, False, VOCAB_SIZE, dist.group.WORLD, scale=1.5, softcap=3.0)
+    head = LogProbHead(0.7, 4, False, VOCAB_SIZE, group, scale=1.5, softcap=3.0)
     if not has_candidates:
         candidates = candidates[:, :0]
     log_probs, entropy, is_greedy = head(hidden, rows, torch.tensor(TARGETS), candidates)
@@ -295,7 +300,7 @@ def test_ranks_that_divide_the_vocabulary_compute_the_whole_softmax(tmp_path, ha
     assert not is_greedy.all()
     head_loss(log_probs, entropy).backward()
 
-    by_rank = on_ranks(3, tmp_path, run_head_on_rank, has_candidates)
+    by_rank = on_ranks(4, tmp_path, run_head_on_rank, has_candidates)[1:]
     hidden_grad = 0
     for rank, results in enumerate(by_rank):
         own_log_probs, own_entropy, own_greedy, grad, rows_grad = map(torch.tensor, results)

@@ -1,5 +1,7 @@
 """How a batch is cut into micro-batches on one rank: padding, caps and groups of sequences."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,6 +85,16 @@ def test_padding_of_each_answer_counts_for_a_pair():
     """Answers of 5 and 9 tokens are padded to 8 and 16, so a micro-batch of 32 has one pair."""
     plan = make_planner(make_config(32), multiple=8).plan_groups([5, 9, 9, 5], [1.0] * 4, 2)
     assert len(plan.micro_batches) == 2
+
+
+def test_the_costs_of_sequences_divide_them_over_ranks_that_may_share_some():
+    """The first sequence takes as long as the three others, which are as long as it is."""
+    shares = []
+    for rank in (0, 1):
+        config = make_config(16, "engine.context_parallel_size=auto")
+        planner = replace(make_planner(config, dp_size=2), dp_rank=rank)
+        shares.append(sorted(planner.plan([5] * 4, [30.0, 10.0, 10.0, 10.0]).sequences))
+    assert sorted(shares) == [[0], [1, 2, 3]]
 
 
 def test_groups_of_ranks_that_share_pairs_are_powers_of_two():

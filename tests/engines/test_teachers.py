@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from engines.logprobs import LogitTransform
 from engines.teacher import HiddenHead, TeacherRows, TopKHead
 from engines.teaching import Teachers, check_teacher_layout, check_top_k, merge, move_outputs
 from tests.engines.test_divergence import VOCAB_SIZE, make_case, own_rows, softmax_log
-from tests.support.ranks import on_ranks
+from tests.support.ranks import group_beside_rank0, on_ranks
 
 NUM_TOKENS = 4
 
@@ -116,9 +115,10 @@ def top_tokens_of_rank(num_tokens: int) -> list[Tensor]:
     """Return what a rank with its share of the teacher's vocabulary computes."""
     case = make_case()
     weight = case.teacher_weight
-    head = LogProbHead(1.0, 7, False, len(weight), dist.group.WORLD)
+    group = group_beside_rank0()
+    head = LogProbHead(1.0, 7, False, len(weight), group)
     top_head = TopKHead(head, top_k=3, num_tokens=num_tokens, temperature=0.8)
-    own_weight, _ = own_rows(F.pad(weight, (0, 0, 0, -len(weight) % dist.get_world_size())))
+    own_weight, _ = own_rows(F.pad(weight, (0, 0, 0, -len(weight) % group.size())), group)
     targets = torch.zeros(len(case.teacher_hidden), dtype=torch.int64)
     return [*top_head(case.teacher_hidden, own_weight, targets, targets[:, None][:, :0])]
 
@@ -130,7 +130,7 @@ def test_ranks_that_divide_the_vocabulary_leave_out_the_same_tokens(tmp_path, nu
     transform = LogitTransform(0.8)
     log_q = softmax_log(case.teacher_hidden, case.teacher_weight[:num_tokens], transform)
     values, expected = log_q.topk(3)
-    for token_ids, log_probs in on_ranks(2, tmp_path, top_tokens_of_rank, num_tokens):
+    for token_ids, log_probs in on_ranks(3, tmp_path, top_tokens_of_rank, num_tokens):
         assert torch.equal(token_ids.long(), expected)
         torch.testing.assert_close(log_probs[:, :3], values.float())
 

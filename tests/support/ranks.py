@@ -48,6 +48,16 @@ def on_ranks(num_ranks: int, folder: Path, function: Callable, *arguments) -> li
     return results
 
 
+def group_beside_rank0() -> dist.ProcessGroup:
+    """Return this rank's group: rank 0 is alone, and all other ranks share a group.
+
+    A test whose ranks work in these groups notices a collective, or a rank, of another group.
+    """
+    others = range(1, dist.get_world_size())
+    groups = [dist.new_group([0]), dist.new_group([*others])]
+    return groups[dist.get_rank() > 0]
+
+
 def run_rank(
     sender: Connection, rank: int, num_ranks: int, path: Path, function: Callable, arguments: tuple
 ) -> None:

@@ -180,6 +180,27 @@ def test_adapters_and_value_heads_have_the_settings_of_the_run(folder):
         assert parameter.dtype == (torch.float32 if is_trained else torch.bfloat16), name
 
 
+def test_new_adapters_begin_as_those_of_peft_do():
+    """A is uniform in +-1 / sqrt(in features), and B is zero."""
+    shapes = {
+        "q_proj.lora_A.weight": (8, 400),
+        "q_proj.lora_B.weight": (30, 8),
+        "k_proj.lora_A.weight": (8, 400),
+    }
+    settings = OmegaConf.create({"adapter_path": None})
+    begin = lora.initial_adapter(settings, shapes, seed=1)
+    assert {name: (*x.shape,) for name, x in begin.items()} == shapes
+    matrix, zeros, other = begin.values()
+    assert not zeros.any()
+    assert 0.99 / 20 < matrix.abs().max() <= 1 / 20
+    assert matrix.std() == pytest.approx(1 / 20 / 3**0.5, rel=0.05)
+    assert not matrix.equal(other), "each matrix has its own numbers"
+    again = lora.initial_adapter(settings, shapes, seed=1)
+    assert again["q_proj.lora_A.weight"].equal(matrix)
+    of_another_seed = lora.initial_adapter(settings, shapes, seed=2)
+    assert not of_another_seed["q_proj.lora_A.weight"].equal(matrix)
+
+
 def test_excluded_modules_get_no_adapter(folder):
     settings = [*LORA, "target_modules=[q_proj,k_proj,up_proj]", "exclude_modules=[k_proj]"]
     config = make_config(folder, *(f"model.lora.{setting}" for setting in settings))

@@ -1,6 +1,7 @@
 """What an engine does between two steps of training leaves no trace in the next one."""
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -76,6 +77,20 @@ def test_it_changes_no_number_of_the_next_step(engine, start, expected, name):
     metrics = train(engine, [0])
     PASSES[name](engine)
     assert [*metrics, *train(engine, [1])] == expected
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing(engine, start):
+    restart(engine, start)
+    train(engine, [0])
+    before = copy.deepcopy(engine.state())
+
+    def overflowing_loss(log_probs, entropy, fields):
+        return log_probs.sum() * torch.inf, {}
+
+    metrics = engine.train_batch(make_batch(1), overflowing_loss, 1)
+    assert metrics["skipped"] == 1.0
+    assert not math.isfinite(metrics["grad_norm"])
+    torch.testing.assert_close(engine.state(), before, rtol=0, atol=0)
 
 
 def test_what_is_offloaded_comes_back_for_every_method_that_needs_it(engine, start):

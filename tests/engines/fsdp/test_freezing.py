@@ -133,6 +133,12 @@ def test_what_cannot_be_frozen(folder, family, pairs, message):
         FSDPEngine.check(settings, 1)
 
 
+def test_a_pattern_without_a_match_is_named_for_a_reward_model_too(folder):
+    config = make_config(folder, "model.freeze=[lay3rs]")
+    with pytest.raises(InputError, match="'lay3rs' matches no name in the files of .*llama"):
+        FSDPEngine.check(config, 1, Head.VALUES)
+
+
 @pytest.fixture
 def one_rank():
     """A process group of this process alone."""

@@ -16,6 +16,7 @@ from engines import optimizer, schedule
 from engines.adamw import AdamW, Storage
 from engines.checkpoint.checkpointer import Checkpointer
 from engines.fsdp.engine import FSDPEngine
+from engines.fsdp.transforms import build_model
 from engines.heads import Head
 from engines.memory import GIB
 from engines.optimizer import ShardedMuon
@@ -101,6 +102,15 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest(folder):
     assert len(of_muon) == 3 * 7
     assert of_adamw == set(names.values()) - of_muon
     assert {"lm_head.weight", "model.embed_tokens.weight"} < of_adamw
+
+
+def test_muon_alone_updates_adapters(folder):
+    """They are hidden matrices, so AdamW would have nothing to update."""
+    config = make_config(folder, "optim.name=muon", "model.lora.rank=4")
+    hf, _ = build_model(config, Head.LOG_PROBS)
+    (muon,) = optimizer.build(hf, hf.model.layers, config)
+    (hidden,) = muon.param_groups
+    assert len(hidden["params"]) == 3 * 7 * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -17,7 +17,7 @@ from tests import families
 from tests.engines.fsdp.cases import LORA, make_config
 from tests.engines.fsdp.model_files import add_weight, rewrite_weights
 from tests.support.foreign import LATENT
-from tests.support.models import make_model, write_model
+from tests.support.models import SHAPE, make_model, write_model
 from tests.support.plain import plain_model
 
 
@@ -80,6 +80,27 @@ from tests.support.plain import plain_model
 def test_layouts_that_cannot_work(folder, world, pairs, message):
     with pytest.raises(InputError, match=message):
         FSDPEngine.check(make_config(folder, *pairs), world)
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        (dict(model_type="rwkv"), "model_type=rwkv has no attention heads"),
+        (
+            dict(
+                **SHAPE,
+                model_type="llama",
+                rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0),
+            ),
+            "changes the frequencies beyond 512 tokens: lower data.max_length=513",
+        ),
+    ],
+)
+def test_shapes_that_cannot_work(folder, tmp_path, shape, message):
+    AutoConfig.for_model(**shape).save_pretrained(tmp_path)
+    config = make_config(folder, f"model.path={tmp_path}", "data.max_length=513")
+    with pytest.raises(InputError, match=message):
+        FSDPEngine.check(config, 1)
 
 
 def test_an_adapter_is_not_a_model(folder, tmp_path):
@@ -150,6 +171,10 @@ def test_what_experts_and_recurrent_layers_cannot_have(folder, family, pairs, me
     pairs = [pair if pair.startswith("engine") else f"model.lora.{pair}" for pair in pairs]
     with pytest.raises(InputError, match=message):
         FSDPEngine.check(make_config(folder, f"model.path={folder / family}", *pairs), 2)
+
+
+def test_a_model_with_recurrent_layers_takes_packed_sequences(folder):
+    FSDPEngine.check(make_config(folder, f"model.path={folder / 'bamba'}"), 2)
 
 
 @pytest.mark.parametrize(
