@@ -15,6 +15,7 @@ from rollout.episodes.drawing import (
     EpisodeSampler,
     Kept,
     Played,
+    make_replica_group,
 )
 from rollout.episodes.jobs import Limit
 from rollout.episodes.stepping import Playing, StepTimes
@@ -157,6 +158,25 @@ def test_all_ranks_know_the_samples_and_one_rank_the_tokens(tmp_path):
         ):
             assert detail["prompt"] == tokenizer.decode(sequence[:3])
             assert text == tokenizer.decode(sequence[3:])
+
+
+def ranks_of_group_on_rank(tp_size: int) -> list[int]:
+    """Return the ranks of this replica's group, which add up their numbers."""
+    rank = dist.get_rank()
+    num_replicas = dist.get_world_size() // tp_size
+    replica = rank // tp_size
+    group = make_replica_group(
+        SimpleNamespace(tp_size=tp_size, num_replicas=num_replicas, replica=replica)
+    )
+    is_member = torch.zeros(dist.get_world_size()).index_fill(0, torch.tensor(rank), 1.0)
+    dist.all_reduce(is_member, group=group)
+    return is_member.nonzero().flatten().tolist()
+
+
+def test_the_ranks_of_a_replica_have_a_group_of_their_own(tmp_path):
+    groups = on_ranks(4, tmp_path, ranks_of_group_on_rank, 2)
+    assert groups == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert make_replica_group(SimpleNamespace(tp_size=1)) is None
 
 
 def test_a_limit_with_a_score_is_a_reward_and_an_episode_without_tokens_is_none():

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from config import InputError
-from rollout.episodes.parsing import ReplyParser, guess_tool_parser
+from rollout.episodes.parsing import ReplyParser, guess_tool_parser, written_ids
 from tests.data.chat_templates import (
     APERTUS,
     CHATML,
@@ -146,6 +146,21 @@ for name, (_, malformed) in CALLS.items():
 """
     done = run([sys.executable, "-c", code])
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('[TOOL_CALLS] [{"id": "a1"}, {"id": "b2"}] and more', ["a1", "b2"]),
+        ('x [TOOL_CALLS][{"id": "a1"}, {"id": 2}]', []),
+        ('[TOOL_CALLS] [{"id": "a1"}, {"name": "add"}]', []),
+        ("[TOOL_CALLS] [3]", []),
+        ('[TOOL_CALLS] [{"id": "a1"}', []),
+        ('[{"id": "a1"}]', []),
+    ],
+)
+def test_written_identifiers_are_texts_and_all_calls_have_one(text, expected):
+    assert written_ids(text) == expected
 
 
 @pytest.mark.slow
