@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from config import InputError
-from rollout.episodes.parsing import ReplyParser, guess_tool_parser, written_ids
+from rollout.episodes.parsing import HARMONY, ReplyParser, guess_tool_parser, written_ids
 from tests.data.chat_templates import (
     APERTUS,
     CHATML,
@@ -261,6 +261,38 @@ def test_no_parser(tokenizer):
     parser = ReplyParser(tokenizer, None, None, is_checked=False)
     text = CALLS["hermes"][0]
     assert parse(tokenizer, parser, text).message == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    "tool_parser, reasoning_parser, with_tools, without",
+    [
+        (None, None, False, False),
+        ("hermes", None, True, False),
+        (None, "qwen3", True, True),
+        (HARMONY, None, True, True),
+    ],
+)
+def test_replies_are_parsed_for_offered_tools_and_for_reasoning(
+    tokenizer, tool_parser, reasoning_parser, with_tools, without
+):
+    parser = ReplyParser(tokenizer, tool_parser, reasoning_parser, is_checked=False)
+    assert parser.is_needed([TOOL]) == with_tools
+    assert parser.is_needed([]) == parser.is_needed(None) == without
+
+
+def call_of(name: str, arguments: str) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_calls_that_nobody_can_make_are_errors(tokenizer):
+    """Of several calls, each counts; a call that stayed text counts, too."""
+    parser = ReplyParser(tokenizer, "hermes", None, is_checked=False)
+    good = call_of("add", '{"a": 1}')
+    bad = [call_of("mul", "{}"), call_of("add", "[1]"), call_of("add", '{"a": ')]
+    assert parser.count_errors({"tool_calls": [good, *bad, good]}, [TOOL]) == 3
+    assert parser.count_errors({"content": "<tool_call> add"}, [TOOL]) == 1
+    assert parser.count_errors({"content": "the answer is 3"}, [TOOL]) == 0
+    assert parser.count_errors({"content": "<tool_call> add"}, None) == 0
 
 
 GUESSES = [
