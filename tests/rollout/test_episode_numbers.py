@@ -15,6 +15,7 @@ from rollout.episodes.drawing import (
     EpisodeSampler,
     Kept,
     Played,
+    gateway_settings,
     make_replica_group,
 )
 from rollout.episodes.jobs import Limit
@@ -158,6 +159,31 @@ def test_all_ranks_know_the_samples_and_one_rank_the_tokens(tmp_path):
         ):
             assert detail["prompt"] == tokenizer.decode(sequence[:3])
             assert text == tokenizer.decode(sequence[3:])
+
+
+@pytest.mark.parametrize("template", ["a template", {"default": "named templates"}, None])
+def test_the_gateway_gets_the_settings_of_the_run(template):
+    """Of templates with names, the gateway reads the tokenizer's files."""
+    config = configure(
+        "data.special_tokens_in_text=keep",
+        "rollout.episode=my.py:play",
+        "rollout.max_episode_tokens=70",
+        "rollout.tool_parser=hermes",
+        "rollout.reasoning_parser=qwen3",
+        path="a/model",
+    )
+    rollout = SimpleNamespace(stop_token_ids=[7, 9], vocab_size=50)
+    assert gateway_settings(config, rollout, SimpleNamespace(chat_template=template)) == {
+        "model_path": "a/model",
+        "chat_template": template if template == "a template" else None,
+        "template_kwargs": {},
+        "special_tokens_in_text": "keep",
+        "tool_parser": "hermes",
+        "reasoning_parser": "qwen3",
+        "stop_token_ids": [7, 9],
+        "max_model_len": 70,
+        "vocab_size": 50,
+    }
 
 
 def ranks_of_group_on_rank(tp_size: int) -> list[int]:
