@@ -293,6 +293,8 @@ def test_calls_that_nobody_can_make_are_errors(tokenizer):
     assert parser.count_errors({"content": "<tool_call> add"}, [TOOL]) == 1
     assert parser.count_errors({"content": "the answer is 3"}, [TOOL]) == 0
     assert parser.count_errors({"content": "<tool_call> add"}, None) == 0
+    without_calls = ReplyParser(tokenizer, None, "qwen3", is_checked=False)
+    assert without_calls.count_errors({"content": "<tool_call> add"}, [TOOL]) == 0
 
 
 GUESSES = [
