@@ -138,6 +138,7 @@ def test_all_ranks_know_the_samples_and_one_rank_the_tokens(tmp_path):
         assert samples.group.tolist() == [40, 40, 41, 41, 41, 41]
         assert samples.scores.tolist() == [1.25, 1.25, 4, 4, 4, -1]
         assert samples.parts["right"].tolist() == [2, 2, 5, 5, 5, 0]
+        assert samples.parts["right"].dtype == samples.scores.dtype == torch.float32
         assert samples.truncated.tolist() == [True, True, False, False, False, True]
         assert samples.response_lengths.tolist() == [3, 4, 1, 2, 3, 5]
         assert samples.lengths.tolist() == [6, 7, 4, 5, 6, 8]
