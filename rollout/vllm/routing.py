@@ -51,8 +51,7 @@ def check_routing_replay(config: DictConfig) -> None:
 
 def expert_weights_of_layers(config: DictConfig) -> list[Tensor]:
     """Return one weight [num_experts, ...] of each layer with experts, on the meta device."""
-    hf_config = read_hf_config(config.model.path)
-    hf = build_on_meta(hf_config, torch.float32, images=config.model.images)
+    hf = build_on_meta(read_hf_config(config.model.path), torch.float32)
     return [weight for _, weight in first_weights(hf)]
 
 

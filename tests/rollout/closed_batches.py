@@ -134,13 +134,17 @@ class Steps:
         return ended
 
     def check_blocks(self, output: SchedulerOutput) -> None:
-        """Check that the keys and values that the step computes have room in the KV cache."""
+        """Check that the step computes only needed keys and values, and that they have room."""
         for name in output.scheduled_cached_reqs.resumed_req_ids:
             self.num_computed[name] = 0  # it was preempted
         for name, num_tokens in output.num_scheduled_tokens.items():
             self.num_computed[name] += num_tokens
             (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
             assert self.num_computed[name] <= BLOCK * len(blocks), name
+            # The last token that the limits permit is drawn, but never read.
+            draws = REQUESTS[name]
+            longest = min(draws.prompt_length + draws.max_tokens, MAX_MODEL_LEN)
+            assert self.num_computed[name] < longest, f"{name} has drawn all of its tokens"
 
     def draw(self, output: SchedulerOutput) -> ModelRunnerOutput:
         names = list(output.num_scheduled_tokens)

@@ -148,10 +148,15 @@ def draw_at_once(config, num_replicas: int) -> tuple[Samples, list[int]]:
 
 
 def agree_by_hand(config, results: list[dict[int, Result]]) -> list[str] | None:
-    """Return the parts that this rank expects after a draw; results[rank]: {response: result}."""
+    """Return the parts that this rank expects after a draw; results[rank]: {response: result}.
+
+    In another draw, all rewards have other parts.
+    """
     own = results[dist.get_rank()]
+    later = [Reward(0.0, {"of another draw": 0.0})] * len(own)
     with closing(Grader(config)) as grader:
-        agree_on_parts(grader, torch.tensor([*own]), [*own.values()], None)
+        for rewards in ([*own.values()], later):
+            agree_on_parts(grader, torch.tensor([*own]), rewards, None)
         return grader.parts
 
 

@@ -11,7 +11,7 @@ import torch
 from config import InputError, load
 from engines.model.routes import no_route
 from rollout.vllm.continuing import RandomStreams
-from rollout.vllm.device_memory import CpuMemory, OwnMemory, SharedMemory
+from rollout.vllm.device_memory import PARTS, CpuMemory, OwnMemory, SharedMemory
 from rollout.vllm.engine import MAX_GROWTH_GIB, Rollout
 from rollout.vllm.routing import WORKER, KeptRoutes, RouteRecorder
 from rollout.vllm.weight_sync import WeightSync
@@ -43,6 +43,38 @@ def test_ranks_of_a_replica_are_consecutive(tmp_path):
         [[1, 2], [1, 2], label],
     ]
     assert unstarted(num_replicas=1).progress_label == ""
+
+
+@pytest.mark.parametrize(
+    "awake, valid, needed, state",
+    [
+        ([], ["base"], ["base"], "nothing awake and weights valid"),
+        (["weights"], [], ["base"], "weights awake and base not valid"),
+        (["weights"], ["base"], ["base"], "weights awake and weights valid"),
+        (PARTS, ["base"], ["base", "adapter"], "kv_cache and weights awake and adapter not valid"),
+        (PARTS, [], ["base", "adapter"], "kv_cache and weights awake and adapter and base not"),
+    ],
+)
+def test_vllm_computes_nothing_without_memory_or_with_old_weights(awake, valid, needed, state):
+    rollout = unstarted(awake=set(awake), valid=set(valid), needed=set(needed))
+    for name, arguments in (("generate", ([], [], None)), ("log_probs", (None, 1.0))):
+        with pytest.raises(RuntimeError) as error:
+            getattr(rollout, name)(*arguments)
+        assert str(error.value).startswith(f"{name}() with {state}")
+
+
+def test_weights_that_cannot_be_written_are_not_sent():
+    """vLLM would write to memory that it has freed, or over weights that the trainer uses."""
+    asleep = unstarted(awake={"kv_cache"}, valid={"base"}, shared_weights=None, adapter=None)
+    with pytest.raises(RuntimeError, match="update_weights\\(\\) while the weights are asleep"):
+        asleep.update_weights([])
+    with pytest.raises(RuntimeError, match="update_adapter\\(\\) without a valid base"):
+        asleep.update_adapter([])
+    without_base = unstarted(awake={"weights"}, valid=set(), shared_weights={})
+    with pytest.raises(RuntimeError, match="update_adapter\\(\\) without a valid base"):
+        without_base.update_adapter([])
+    with pytest.raises(RuntimeError, match="update_weights.* share the weights: do not call it"):
+        without_base.update_weights([])
 
 
 @pytest.mark.parametrize("growth, is_warned", [(0.9, False), (1.1, True)])

@@ -113,6 +113,14 @@ def test_a_draw_has_all_results_once_after_all_that_the_gateway_reports(director
     assert (director.cast_of, director.endings, cast.keys) == ({}, {}, {})
 
 
+def test_a_draw_without_episodes_is_over_at_once(director):
+    """A replica may have none, if there are fewer prompts than replicas."""
+    cast = director.start([], VALIDATION, 0, "validation")
+    messages = receive_until(director, cast, is_last)
+    assert messages == [{"ended": [], "is_over": True}]
+    assert director.receive(cast, 0.01) == []
+
+
 def test_an_attempt_is_known_before_its_messages(director):
     """A request may arrive while its key is being announced."""
     cast = director.open(TRAINING)

@@ -106,6 +106,10 @@ def test_errors_are_told_apart_by_their_type():
     assert (rejected.status, str(rejected)) == (410, "two turns")
 
 
+def test_a_limit_without_a_message_is_named_by_its_code():
+    assert str(EpisodeLimit("max_turns")) == "max_turns"
+
+
 @pytest.mark.parametrize(
     "body, message",
     [

@@ -14,7 +14,7 @@ from config import InputError
 from rollout.episodes.gateway import Gateway, Server
 from rollout.episodes.link import TrainerLink
 from rollout.episodes.parsing import HARMONY, Reply, ReplyParser
-from rollout.episodes.replies import Sampled
+from rollout.episodes.replies import Sampled, chat_completion
 from tests.data.chat_templates import CHATML, STRICT
 from tests.rollout.episode_gateway import (
     CHAT,
@@ -134,6 +134,28 @@ def test_a_reply_ends_before_its_end_token_or_stop_string(
     ids = tokenizer.encode(text)
     sampled = Sampled(1, [3], ids, [-0.5] * len(ids), finish_reason)
     assert two_ends.text_of(sampled, stop) == expected
+
+
+@pytest.mark.parametrize(
+    "finish_reason, calls, expected",
+    [
+        ("stop", None, "stop"),
+        ("stop", [], "stop"),
+        ("length", [], "length"),
+        ("stop", [{"id": "c1"}], "tool_calls"),
+    ],
+)
+def test_an_answer_tells_whether_tools_are_called_and_how_many_tokens_it_took(
+    finish_reason, calls, expected
+):
+    sampled = Sampled(7, [3, 4, 5], [8, 9], [-0.5, -1.5], finish_reason)
+    message = {"role": "assistant", "content": "x", "tool_calls": calls}
+    answer = chat_completion(sampled, message, None)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == expected
+    assert (choice["message"], choice["token_ids"]) == (message, [8, 9])
+    assert answer["prompt_token_ids"] == [3, 4, 5]
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
 
 # -- episodes --------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from rollout.episodes.drawing import (
     EpisodeSampler,
     Kept,
     Played,
+    gateway_settings,
+    make_replica_group,
 )
 from rollout.episodes.jobs import Limit
 from rollout.episodes.stepping import Playing, StepTimes
@@ -136,6 +138,7 @@ def test_all_ranks_know_the_samples_and_one_rank_the_tokens(tmp_path):
         assert samples.group.tolist() == [40, 40, 41, 41, 41, 41]
         assert samples.scores.tolist() == [1.25, 1.25, 4, 4, 4, -1]
         assert samples.parts["right"].tolist() == [2, 2, 5, 5, 5, 0]
+        assert samples.parts["right"].dtype == samples.scores.dtype == torch.float32
         assert samples.truncated.tolist() == [True, True, False, False, False, True]
         assert samples.response_lengths.tolist() == [3, 4, 1, 2, 3, 5]
         assert samples.lengths.tolist() == [6, 7, 4, 5, 6, 8]
@@ -157,6 +160,50 @@ def test_all_ranks_know_the_samples_and_one_rank_the_tokens(tmp_path):
         ):
             assert detail["prompt"] == tokenizer.decode(sequence[:3])
             assert text == tokenizer.decode(sequence[3:])
+
+
+@pytest.mark.parametrize("template", ["a template", {"default": "named templates"}, None])
+def test_the_gateway_gets_the_settings_of_the_run(template):
+    """Of templates with names, the gateway reads the tokenizer's files."""
+    config = configure(
+        "data.special_tokens_in_text=keep",
+        "rollout.episode=my.py:play",
+        "rollout.max_episode_tokens=70",
+        "rollout.tool_parser=hermes",
+        "rollout.reasoning_parser=qwen3",
+        path="a/model",
+    )
+    rollout = SimpleNamespace(stop_token_ids=[7, 9], vocab_size=50)
+    assert gateway_settings(config, rollout, SimpleNamespace(chat_template=template)) == {
+        "model_path": "a/model",
+        "chat_template": template if template == "a template" else None,
+        "template_kwargs": {},
+        "special_tokens_in_text": "keep",
+        "tool_parser": "hermes",
+        "reasoning_parser": "qwen3",
+        "stop_token_ids": [7, 9],
+        "max_model_len": 70,
+        "vocab_size": 50,
+    }
+
+
+def ranks_of_group_on_rank(tp_size: int) -> list[int]:
+    """Return the ranks of this replica's group, which add up their numbers."""
+    rank = dist.get_rank()
+    num_replicas = dist.get_world_size() // tp_size
+    replica = rank // tp_size
+    group = make_replica_group(
+        SimpleNamespace(tp_size=tp_size, num_replicas=num_replicas, replica=replica)
+    )
+    is_member = torch.zeros(dist.get_world_size()).index_fill(0, torch.tensor(rank), 1.0)
+    dist.all_reduce(is_member, group=group)
+    return is_member.nonzero().flatten().tolist()
+
+
+def test_the_ranks_of_a_replica_have_a_group_of_their_own(tmp_path):
+    groups = on_ranks(4, tmp_path, ranks_of_group_on_rank, 2)
+    assert groups == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert make_replica_group(SimpleNamespace(tp_size=1)) is None
 
 
 def test_a_limit_with_a_score_is_a_reward_and_an_episode_without_tokens_is_none():

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from config import InputError
-from rollout.episodes.parsing import ReplyParser, guess_tool_parser
+from rollout.episodes.parsing import HARMONY, ReplyParser, guess_tool_parser, written_ids
 from tests.data.chat_templates import (
     APERTUS,
     CHATML,
@@ -148,6 +148,21 @@ for name, (_, malformed) in CALLS.items():
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('[TOOL_CALLS] [{"id": "a1"}, {"id": "b2"}] and more', ["a1", "b2"]),
+        ('x [TOOL_CALLS][{"id": "a1"}, {"id": 2}]', []),
+        ('[TOOL_CALLS] [{"id": "a1"}, {"name": "add"}]', []),
+        ("[TOOL_CALLS] [3]", []),
+        ('[TOOL_CALLS] [{"id": "a1"}', []),
+        ('[{"id": "a1"}]', []),
+    ],
+)
+def test_written_identifiers_are_texts_and_all_calls_have_one(text, expected):
+    assert written_ids(text) == expected
+
+
 @pytest.mark.slow
 def test_identifiers_that_mistral_writes_are_kept(tokenizer):
     parser = ReplyParser(tokenizer, "mistral", None, is_checked=False)
@@ -246,6 +261,40 @@ def test_no_parser(tokenizer):
     parser = ReplyParser(tokenizer, None, None, is_checked=False)
     text = CALLS["hermes"][0]
     assert parse(tokenizer, parser, text).message == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    "tool_parser, reasoning_parser, with_tools, without",
+    [
+        (None, None, False, False),
+        ("hermes", None, True, False),
+        (None, "qwen3", True, True),
+        (HARMONY, None, True, True),
+    ],
+)
+def test_replies_are_parsed_for_offered_tools_and_for_reasoning(
+    tokenizer, tool_parser, reasoning_parser, with_tools, without
+):
+    parser = ReplyParser(tokenizer, tool_parser, reasoning_parser, is_checked=False)
+    assert parser.is_needed([TOOL]) == with_tools
+    assert parser.is_needed([]) == parser.is_needed(None) == without
+
+
+def call_of(name: str, arguments: str) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_calls_that_nobody_can_make_are_errors(tokenizer):
+    """Of several calls, each counts; a call that stayed text counts, too."""
+    parser = ReplyParser(tokenizer, "hermes", None, is_checked=False)
+    good = call_of("add", '{"a": 1}')
+    bad = [call_of("mul", "{}"), call_of("add", "[1]"), call_of("add", '{"a": ')]
+    assert parser.count_errors({"tool_calls": [good, *bad, good]}, [TOOL]) == 3
+    assert parser.count_errors({"content": "<tool_call> add"}, [TOOL]) == 1
+    assert parser.count_errors({"content": "the answer is 3"}, [TOOL]) == 0
+    assert parser.count_errors({"content": "<tool_call> add"}, None) == 0
+    without_calls = ReplyParser(tokenizer, None, "qwen3", is_checked=False)
+    assert without_calls.count_errors({"content": "<tool_call> add"}, [TOOL]) == 0
 
 
 GUESSES = [

@@ -126,8 +126,10 @@ def test_the_oldest_token_may_be_in_a_turn_that_has_not_ended():
     second.response.append(np.array([5]), np.array([-1.0]), None, version=4)
     episode.end(second, is_cut=False)
     assert episode.oldest_version == 3
+    assert episode.open_turns == [first]
     episode.drop(first)
     assert episode.oldest_version == 4
+    assert episode.open_turns == []
 
 
 def test_a_reward_is_at_the_last_token_of_the_last_turn():

@@ -355,6 +355,25 @@ def test_retry_and_siblings(renderer):
         assert continued.ids[: continued.num_recorded] == prompt.ids + chat.tokenize(text).ids
 
 
+@pytest.mark.parametrize("other", [{"name": "mul"}, {"arguments": '{"a": 2}'}])
+def test_of_two_calls_the_one_in_the_history_is_continued(other):
+    """Replies with the same text differ if they call another tool, or with other arguments."""
+    renderer = FAMILIES["qwen3"].renderer()
+    session = Session(renderer)
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    conversations = []
+    for called in (function, function | other):
+        text = '{{"name": "{name}", "arguments": {arguments}}}'.format(**called)
+        sampled = renderer.chat.tokenize(f"<tool_call>\n{text}\n</tool_call><|im_end|>").ids
+        call = {"id": "c1", "type": "function", "function": called}
+        messages, prompt = play(session, HELLO, None, sampled, tool_calls=[call])
+        conversations.append((messages, prompt.ids + sampled))
+    result = {"role": "tool", "tool_call_id": "c1", "content": "1"}
+    for messages, recorded in conversations:
+        continued = session.prompt([*messages, result], renderer.inputs(None, {}))
+        assert continued.ids[: continued.num_recorded] == recorded
+
+
 def test_sessions_do_not_mix(renderer):
     session = Session(renderer)
     split = [i for letter in "the" for i in renderer.chat.tokenize(letter).ids]

@@ -79,6 +79,38 @@ def test_values_that_the_draw_has_anyway_are_accepted():
     read_generate(temperature=0.5, stop_token_ids=[8])
 
 
+# Requests of vLLM's protocol, each with its default value and with one that changes the tokens.
+SWITCHES = {
+    "add_generation_prompt": (True, False),
+    "continue_final_message": (False, True),
+    "echo": (False, True),
+    "ignore_eos": (False, True),
+    "include_reasoning": (True, False),
+    "include_stop_str_in_output": (False, True),
+    "parallel_tool_calls": (True, False),
+    "stream": (False, True),
+    "use_beam_search": (False, True),
+    "length_penalty": (1.0, 2.0),
+    "min_tokens": (0, 1),
+    "presence_penalty": (0.0, 1.0),
+    "repetition_penalty": (1.0, 1.1),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_may_have_its_default_value_alone(name):
+    default, other = SWITCHES[name]
+    read_chat(**{name: default})
+    with pytest.raises(RequestError, match=f"{name}={other} is not supported"):
+        read_chat(**{name: other})
+
+
+@pytest.mark.parametrize("name", ["detokenize", "skip_special_tokens"])
+def test_how_vllm_would_write_the_text_does_not_matter(name):
+    for value in (True, False):
+        read_chat(**{name: value})
+
+
 @pytest.mark.parametrize(
     "read, fields, message",
     [
@@ -87,14 +119,60 @@ def test_values_that_the_draw_has_anyway_are_accepted():
         (read_chat, {"n": 2}, "send n requests"),
         (read_chat, {"tool_choice": "required"}, "it would force tokens"),
         (read_chat, {"max_tokens": 0}, "must be a positive integer"),
-        (read_chat, {"stop": [1]}, "must be a text or a list of texts"),
+        (read_chat, {"stop": ["x", 1]}, "must be a text or a list of texts"),
+        (read_chat, {"stop": ["x", ""]}, "must be a text or a list of texts"),
+        (read_chat, {"stop": 1}, "must be a text or a list of texts"),
         (read_chat, {"unheard_of": 1}, "unheard_of=1 is not supported"),
+        (read_chat, {"max_tokens": 5, "max_completion_tokens": 0}, "max_tokens=0 must be"),
         (read_generate, {"stop_token_ids": [6]}, r"turns end with the tokens \[7, 8\]"),
+        (read_generate, {"stop_token_ids": [7, 6]}, r"turns end with the tokens \[7, 8\]"),
+        (read_generate, {"min_tokens": 1}, "min_tokens=1 is not supported"),
     ],
 )
 def test_what_would_change_the_tokens_is_an_error(read, fields, message):
     with pytest.raises(RequestError, match=message):
         read(**fields)
+
+
+POET = {"role": "poet", "content": "hello"}
+PARTS = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": "x"}]
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"messages": [*HELLO, POET]}, "\"messages[1].role\" is 'poet'"),
+        (
+            {"messages": [*HELLO, {"role": "user", "content": PARTS}]},
+            "\"messages[1].content[1]\" is of the type 'image_url'",
+        ),
+        ({"tools": [TOOL, {"name": "add"}]}, '"tools[1]" must be'),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be an object, not [1]"),
+    ],
+)
+def test_errors_point_to_the_part_of_a_request_that_is_wrong(fields, message):
+    with pytest.raises(RequestError) as raised:
+        read_chat(**fields)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("token_ids", [[1, 10], [1, -1], [1, True], [1, 2.0], [], None, "12"])
+def test_every_token_of_a_prompt_has_to_be_in_the_vocabulary(token_ids):
+    with pytest.raises(RequestError, match="a list of integers from 0 to 9, not"):
+        read_generate_request({"token_ids": token_ids}, SAMPLING, 10, end_ids={7, 8})
+
+
+def test_empty_values_do_not_reach_the_template():
+    """Clients send every field of their classes."""
+    tool = {"type": "function", "function": {"name": "add", "description": None}}
+    request = read_chat(
+        messages=[HELLO[0] | {"name": None}],
+        tools=[tool],
+        chat_template_kwargs={"thinking": False, "documents": None},
+    )
+    assert request.messages == HELLO
+    assert request.tools == [TOOL]
+    assert request.template_kwargs == {"thinking": False}
 
 
 @pytest.mark.parametrize("own, accepted, refused", [(0, [0, -1], [1]), (1, [1], [0, -1, 2])])

@@ -31,6 +31,8 @@ class Tools:
         """Do it.
 
         Args:
+            Numbers and texts
+
             a: One.
             b: Two.
 

@@ -204,6 +204,14 @@ def test_an_episode_without_a_result_has_failed(result, code):
     assert trial.exit_code(result) == code
 
 
+def test_output_of_all_files_is_read_even_if_it_is_no_text(tmp_path):
+    files = tmp_path / "reward_output"
+    files.mkdir()
+    (files / "rank_1.txt").write_bytes(b"second\n")
+    (files / "rank_0.txt").write_bytes(b"first \xff\n")
+    assert trial.read_output(tmp_path) == "first \ufffd\nsecond\n"
+
+
 def test_the_command_has_the_last_word_about_files(tmp_path):
     arguments = ["agent.py:f", "--model", "m", "--data", "d", "output_dir=o", "trainer.seed=5"]
     args = trial.parse(arguments)

@@ -643,6 +643,9 @@ def test_an_interpreter_that_cannot_be_used_is_an_error(make, file, tmp_path):
     old.chmod(0o755)
     with pytest.raises(InputError, match="is 3.9: use Python 3.11 or newer"):
         make(f"{file}:solve", f"rollout.episode_python={old}")
+    old.write_text("#!/bin/sh\necho no such library >&2; exit 127\n")
+    with pytest.raises(InputError, match=f"{old} is no such library: use Python 3.11 or newer"):
+        make(f"{file}:solve", f"rollout.episode_python={old}")
 
 
 def test_the_worker_needs_only_the_standard_library():

@@ -3,6 +3,7 @@
 One engine without a model serves all cases. test_rollout.py and others run vLLM with models.
 """
 
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from config import load
 from data.batching.batch import Batch, make_cu_seqlens
 from engines.model.routes import FIELD, no_route
 from examples.arithmetic import make_tokenizer
+from rollout.episodes.jobs import EndedEpisode
+from rollout.episodes.stepping import WAIT_SECONDS, EpisodeLoop
 from rollout.responses import Responses
 from rollout.vllm.adapters import lora_request
-from rollout.vllm.continuing import ContinuingRollout
+from rollout.vllm.continuing import ContinuingRollout, RandomStreams
 from rollout.vllm.engine import Rollout
 from rollout.vllm.sampling import NUM_TIES
 from tests.support.models import make_model
@@ -78,8 +81,10 @@ def run_cases(given, model: Path) -> dict:
     results["cached"] = [r.num_cached for r in executor.admitted]
     closed_batch_scheduler = rollout.scheduler
     results["continued, closed"] = continued(rollout)
+    results["played, closed"] = played(rollout)
     rollout.scheduler = None
     results["continued, open"] = continued(rollout)
+    results["played, open"] = played(rollout)
     executor.preempted.clear()
     results["open"] = generate(rollout)
     results["ended while preempted"] = len(executor.preempted)
@@ -168,6 +173,51 @@ def continued(rollout: Rollout) -> list[dict]:
             tokens[i] += responses.row(row)[0].tolist()
         running = [i for row, i in enumerate(running) if row not in reasons]
     return parts
+
+
+PLAYED = [PROMPTS[0], PROMPTS[7]]  # one reaches MAX_TOKENS, and the other does not
+BUSY_SECONDS = 0.01
+
+
+def played(rollout: Rollout) -> dict:
+    """Play two episodes of one turn each, which are suspended once, and go on with new weights.
+
+    At first, vLLM has nothing to do. While it works, nothing arrives.
+    """
+    waits = []
+    answers = []
+
+    def inbox(seconds: float) -> list[dict]:
+        waits.append(seconds)
+        time.sleep(seconds or BUSY_SECONDS)
+        if seconds == 0 or len(waits) == 1:
+            return []
+        if len(waits) > 2:
+            return [{"ended": [EndedEpisode(i, None, 0) for i in range(2)], "is_over": True}]
+        messages = []
+        for i, (first, length) in enumerate(PLAYED):
+            prompt = prompts()[PROMPTS.index((first, length))]
+            messages.append({"attempt": f"key {i}", "index": i})
+            request = {"prompt_ids": prompt, "max_tokens": MAX_TOKENS, "stop": []}
+            messages.append({"id": i, "episode": f"key {i}", **request})
+        return messages
+
+    streams = RandomStreams(rollout)
+    loop = EpisodeLoop(rollout, sampling(top_k=2), inbox, answers.append, streams)
+    playing = [loop.add(i, (i,)) for i in range(2)]
+    runs = []
+    for version, is_enough in ((5, lambda: len(waits) == 8), (6, None)):
+        num_waits = len(waits)
+        loop.run(is_enough, version)
+        busy_seconds = BUSY_SECONDS * waits[num_waits:].count(0)
+        waiting = loop.times.total - loop.times.idle
+        runs.append((loop.num_steps, loop.num_tokens, waiting - busy_seconds, loop.times.idle))
+    return {
+        "waits": waits,
+        "answers": {answer["id"]: answer for answer in answers},
+        "branches": [play.episode.branches for play in playing],
+        "runs": runs,
+    }
 
 
 class Recorded:
@@ -418,6 +468,42 @@ def test_responses_continue_until_they_are_complete(given, cases, scheduler):
         assert tokens == response
         assert log_probs == pytest.approx(log_probs_of(given, first, start, len(response)))
         assert reasons[i] == ("stop" if response[-1] == given.END else "length")
+
+
+@pytest.mark.parametrize("scheduler", ["closed", "open"])
+def test_turns_of_episodes_continue_after_a_suspension(given, cases, scheduler):
+    result = cases[f"played, {scheduler}"]
+    for i, (first, start) in enumerate(PLAYED):
+        response = expected_response(given, first, start)
+        answer = result["answers"][i]
+        assert answer["token_ids"] == response
+        expected = log_probs_of(given, first, start, len(response))
+        assert answer["log_probs"] == pytest.approx(expected)
+        assert answer["finish_reason"] == ("stop" if response[-1] == given.END else "length")
+        (branch,) = result["branches"][i]
+        assert branch.token_ids[start:] == response
+        assert branch.is_sampled == [False] * start + [True] * len(response)
+        (candidates,) = branch.candidates
+        assert candidates.shape == (len(response), 1 + 2 + NUM_TIES)
+        assert candidates[:, 0].tolist() == response
+    versions = result["branches"][0][0].versions
+    assert versions == sorted(versions)
+    assert {*versions} == {5, 6}
+
+
+@pytest.mark.parametrize("scheduler", ["closed", "open"])
+def test_vllm_waits_for_requests_only_while_it_has_none(cases, scheduler):
+    result = cases[f"played, {scheduler}"]
+    idle, *busy = result["waits"][1:-1]
+    assert result["waits"][0] == idle == result["waits"][-1] == WAIT_SECONDS
+    assert {*busy} == {0}
+    lengths = [len(answer["token_ids"]) for answer in result["answers"].values()]
+    assert sum(num_tokens for _, num_tokens, *_ in result["runs"]) == sum(lengths)
+    num_steps = sum(run[0] for run in result["runs"])
+    assert num_steps >= max(lengths)
+    for (_, _, working, waiting), num_waits in zip(result["runs"], (2, 1)):
+        assert waiting >= num_waits * WAIT_SECONDS
+        assert working > 0, "the time in which vLLM has worked is not idle"
 
 
 @pytest.mark.parametrize("scheduler", ["closed", "open"])

@@ -403,6 +403,19 @@ def test_a_group_that_is_due_must_be_complete_although_enough_others_are():
     assert young(set()), "it has another step"
 
 
+def test_responses_that_end_in_the_same_step_all_count():
+    """A group is complete when all of its responses are."""
+    groups = OpenGroups(max_staleness=1, finishes_old=True)
+    first = OpenGroup(4, 0, [OpenResponse(seed=0), OpenResponse(seed=1)])
+    second = OpenGroup(6, 0, [OpenResponse(seed=2), OpenResponse(seed=3)])
+    groups.groups = [first, second]
+    is_enough = groups.make_is_enough(2, version=3)
+    assert not is_enough({0, 2})
+    assert not is_enough({0, 1, 2})
+    assert is_enough({0, 1, 2, 3})
+    assert groups.make_is_enough(2, version=3)({0, 1, 2, 3})
+
+
 @pytest.mark.parametrize("max_staleness, stale", [(0, [1, 2, 3]), (1, [2, 3]), (2, [3])])
 def test_groups_are_too_old_for_the_next_step_by_one_step_more(max_staleness, stale):
     """Groups of an age of 0, 1 and 2 in a step of version 5; a group without tokens has no age."""

@@ -362,6 +362,8 @@ def test_prompts_with_images_in_the_format_of_vllm():
     another[-1, -1, -1] += 1
     (other,) = vllm_prompts([ImagePrompt([4], [another])])
     assert other["multi_modal_uuids"]["image"] != [same_id]
+    (pair,) = vllm_prompts([ImagePrompt([5], [shared, another])])
+    assert pair["multi_modal_uuids"]["image"] == [same_id, *other["multi_modal_uuids"]["image"]]
 
 
 def test_a_mismatch_of_image_tokens_is_described():

@@ -104,6 +104,28 @@ def test_a_call_that_ends_its_worker_fails_alone(make_pool, num_starts):
     assert again.results == [0, 2]
 
 
+class OneWrong(Calls):
+    """Calls of which the last one cannot be requested; the first one is not requested before."""
+
+    def __init__(self, calls: list[Call]):
+        super().__init__(calls)
+        self.has_failed = threading.Event()
+
+    def request(self, call: Call) -> dict:
+        if call == [len(self.results) - 1]:
+            self.has_failed.set()
+            raise RuntimeError(f"call {call[0]} is wrong")
+        assert self.has_failed.wait(SECONDS)
+        return super().request(call)
+
+
+def test_an_error_in_any_thread_is_raised(make_pool):
+    """Otherwise its results would be missing without a word."""
+    pool = make_pool(2)
+    with pytest.raises(RuntimeError, match="call 1 is wrong"):
+        pool.run(OneWrong([[0], [1]]))
+
+
 def test_after_close_no_further_call_is_made(make_pool, num_starts):
     pool = make_pool(1)
     job = Calls([[i] for i in range(100)], seconds=0.05)
