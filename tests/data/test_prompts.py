@@ -366,6 +366,11 @@ def test_special_tokens_in_prompts(make, tmp_path):
     assert num_ends("keep") == [2, 4]
     assert num_ends(None) == [2, 3]
     assert num_ends("escape") == [1, 3]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ' ' + m.content }}{% endfor %}"
+    at_end = write(tmp_path / "b.jsonl", [{"prompt": "c<|im_end|>"}])
+    (prompt,) = PromptDataset.load(make(at_end, tokenizer, special_tokens_in_text="escape"))
+    assert end not in prompt.input_ids
+    assert tokenizer.decode(prompt.input_ids) == "user c<|im_end|>"
     with pytest.raises(
         InputError, match=r"a\.jsonl:1: the special token '<\|im_end\|>' is written in a text"
     ):
@@ -379,6 +384,14 @@ def test_a_template_that_refuses(make, tmp_path):
         InputError, match=r"a\.jsonl:1: the chat template rejects the conversation: no such chat"
     ):
         make(write(tmp_path / "a.jsonl", [{"prompt": "q"}]), tokenizer)
+
+
+def test_a_prompt_of_which_a_template_prints_nothing(make, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    path = write(tmp_path / "a.jsonl", [{"prompt": "q"}, {"prompt": [user("")]}])
+    with pytest.raises(InputError, match="a.jsonl:2: the prompt is empty"):
+        make(path, tokenizer)
 
 
 def test_a_prompt_that_does_not_ask_for_an_answer(make, tmp_path):
