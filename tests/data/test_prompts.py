@@ -366,15 +366,19 @@ def test_special_tokens_in_prompts(make, tmp_path):
     assert num_ends("keep") == [2, 4]
     assert num_ends(None) == [2, 3]
     assert num_ends("escape") == [1, 3]
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ' ' + m.content }}{% endfor %}"
-    at_end = write(tmp_path / "b.jsonl", [{"prompt": "c<|im_end|>"}])
-    (prompt,) = PromptDataset.load(make(at_end, tokenizer, special_tokens_in_text="escape"))
-    assert end not in prompt.input_ids
-    assert tokenizer.decode(prompt.input_ids) == "user c<|im_end|>"
     with pytest.raises(
         InputError, match=r"a\.jsonl:1: the special token '<\|im_end\|>' is written in a text"
     ):
         make(path, special_tokens_in_text="error")
+
+
+def test_a_special_token_that_ends_a_prompt_is_escaped(make, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ' ' + m.content }}{% endfor %}"
+    path = write(tmp_path / "a.jsonl", [{"prompt": "c<|im_end|>"}])
+    (prompt,) = PromptDataset.load(make(path, tokenizer, special_tokens_in_text="escape"))
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in prompt.input_ids
+    assert tokenizer.decode(prompt.input_ids) == "user c<|im_end|>"
 
 
 def test_a_template_that_refuses(make, tmp_path):

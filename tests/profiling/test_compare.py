@@ -11,9 +11,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
 from profiling import compare
-from profiling.dumps import DumpedTensor
+from profiling.dumps import DumpedTensor, largest_difference
 from tests.profiling.support import PROBE, arguments
 from tests.support.launch import run
 
@@ -305,6 +306,18 @@ def test_differences_are_relative_to_the_largest_number_in_the_tensors(a, b, exp
     statistics_b = {"max": b[0], "min": b[1], "mean": None, "l2norm": None}
     difference = compare.relative_difference(statistics_a, statistics_b)
     assert difference == pytest.approx(expected)
+
+
+def test_elements_are_compared_if_both_runs_have_them_all():
+    whole = DumpedTensor("a", [2], "float32", {}, lambda: torch.tensor([1.0, 2.0]))
+    other = replace(whole, load=lambda: torch.tensor([1.0, -1.0]))
+    assert largest_difference(whole, other) == largest_difference(other, whole) == 3.0
+    longer = replace(whole, shape=[3], load=lambda: torch.ones(3))
+    for incomparable in (replace(whole, load=None), longer):
+        assert largest_difference(whole, incomparable) is None
+        assert largest_difference(incomparable, whole) is None
+    empty = replace(whole, shape=[0], load=lambda: torch.ones(0))
+    assert largest_difference(empty, empty) is None
 
 
 @pytest.mark.parametrize("name", ["l2norm", "rms"])
