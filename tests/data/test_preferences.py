@@ -185,6 +185,7 @@ def test_all_forms_of_a_label_have_the_same_tokens(tmp_path, tokenizer):
     rows = [*LABELLED.values(), LABELLED["a chat"] | {"label": False}]
     dataset = load(tmp_path, rows, tokenizer)
     assert dataset.num_pairs == 0
+    assert (dataset.stats["ShareGPT"], dataset.stats["Alpaca"]) == (1, 1)
     for row in range(len(rows)):
         ((text, trained),) = texts_of(dataset, row, tokenizer)
         assert text.endswith("<|im_start|>assistant\n5<|im_end|>\n")
@@ -389,7 +390,13 @@ MISTAKES = {
     ),
     "other prompts": (
         {"chosen": [USER, GOOD], "rejected": say("1+1?", "6")},
-        "chosen and rejected answer different prompts: the first message in which they differ, ",
+        "chosen and rejected answer different prompts: the first message in which they differ, "
+        'number 0, is not of the assistant in "chosen"',
+    ),
+    "chats that one side goes on with a question": (
+        {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, GOOD, BAD]},
+        "chosen and rejected answer different prompts: the first message in which they differ, "
+        'number 2, is not of the assistant in "chosen"',
     ),
     "other prompts in HH": (
         {"chosen": HH + " 5", "rejected": HH.replace("Hi", "Hey") + " 6"},
@@ -449,6 +456,10 @@ MISTAKES = {
         {"prompt": [USER], "chosen": [GOOD, USER], "rejected": [BAD]},
         '"chosen" ends with a message of the role user: it must end with an answer',
     ),
+    "an answer of an unknown role": (
+        {"prompt": [USER], "chosen": [GOOD, GOOD | {"role": "robot"}], "rejected": [BAD]},
+        "\"messages[2].role\" is 'robot'",
+    ),
     "a prompt that ends with an answer": (
         {"prompt": [USER, GOOD], "chosen": "5", "rejected": "6"},
         '"prompt" ends with an answer of the assistant, and "chosen" is another one',
@@ -490,7 +501,7 @@ def test_other_names_of_columns(tmp_path, tokenizer):
         check_column_keys(wrong, {"data.train_files": dataset})
 
 
-def test_a_template_that_loses_text_is_an_error_or_drops_the_pair(tmp_path, tokenizer):
+def test_a_template_that_loses_text_is_an_error_or_drops_the_pair(tmp_path, tokenizer, capsys):
     lossy = {
         "prompt": [USER],
         "chosen": [GOOD | {"reasoning_content": "two and three"}],
@@ -501,6 +512,8 @@ def test_a_template_that_loses_text_is_an_error_or_drops_the_pair(tmp_path, toke
     dataset = load(tmp_path, [FORMS["TRL, texts"], lossy], tokenizer, lost_fields="drop")
     assert len(dataset) == 1
     assert dataset.stats["dropped_lost_fields"] == 1
+    lost = "the chat template leaves out reasoning_content (1 row): see data.lost_fields"
+    assert lost in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("answers", [{"chosen": [GOOD], "rejected": [BAD]}, {"completion": [GOOD]}])
