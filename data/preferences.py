@@ -325,7 +325,7 @@ def divide_chats(
                 f'differ, number {num_common}, is not of the assistant in "{key}"'
             )
     common = first[:num_common]
-    if not common and prompt.value is None:
+    if not common:
         raise no_prompt(answers)
     check_prompt(prompt, common)
     return common, {key: chat[num_common:] for key, chat in chats.items()}
@@ -336,7 +336,7 @@ def check_prompt(prompt: Prompt, common: list[Message]) -> None:
     value = prompt.value
     texts = [message.get("content", message.get("value")) for message in common]
     is_same = value is None or value == common or value in texts
-    if not common or not is_same:
+    if not is_same:
         raise InputError(
             f'"{prompt.columns[0]}" is not the prompt that the chats of both answers begin with: '
             "leave out the column, or the prompt in the answers"

@@ -263,9 +263,9 @@ def match(a: Outputs, b: Outputs) -> Matches:
         matches.before.append(matches.left_out.total())
         place = describe(key, a.coordinates)
         matches.pairs.append((to_tensor(a, key.module, x), to_tensor(b, key.module, y), place))
-    only_countable_in_one = (a.uncountable ^ b.uncountable) & common
-    if only_countable_in_one:
-        matches.left_out[NO_ROWS] += len(only_countable_in_one)
+    for key, y in statistics_b.items():
+        if key.module in common and key not in statistics_a and y.size:
+            matches.left_out[NO_ROWS] += 1
     ordered = [*a.own_names, *(name for name in b.own_names if name not in a.own_names)]
     matches.only_in_one = [name for name in ordered if name not in common]
     layers = layer_numbers(a.own_names.values()) | layer_numbers(b.own_names.values())

@@ -1011,6 +1011,7 @@ def test_dapo():
     is_informative = informative(floats(1, 0, 1, 1, 0.5, 1), ints(7, 3, 7, 3, 9, 7))
     assert is_informative.tolist() == [0, 1, 0, 1, 0, 0]
     assert informative(floats(-1, -1, -2), ints(0, 0, 0)).all()
+    assert not informative(floats(-1, -1, 2, 2), ints(0, 0, 1, 1)).any()
     assert informative(floats(), ints()).shape == (0,)
     close(
         overlong_penalty(ints(0, 80, 81, 90, 100, 120), 100, 20, factor=0.5),

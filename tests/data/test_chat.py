@@ -484,6 +484,12 @@ def test_tool_results_inside_the_turn_of_the_assistant_are_not_learned():
         "add<|tool_response>",
         "so<turn|>",
     ]
+    silent = {"role": "assistant", "content": ""}
+    assert trained(gemma, {"messages": [*say("q"), answer, *say("r"), silent]}, ends) == [
+        "add<|tool_response>",
+        "so<turn|>",
+        "<turn|>",
+    ]
 
 
 @pytest.mark.parametrize(

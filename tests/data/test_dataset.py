@@ -529,7 +529,7 @@ def test_rows_without_a_trained_token_are_dropped(make, tokenizer_dir, tmp_path)
         InputError,
         match="no row is left: 0 rows are longer than data.max_length=200, 2 have no trained",
     ):
-        make(write(tmp_path / "a.jsonl", [chat("q"), masked]))
+        make(write(tmp_path / "a.jsonl", [chat("q"), "", masked]))
 
 
 def contents(folder):

@@ -595,6 +595,7 @@ def test_truncation_never_cuts_an_image(make, truncation, text, num_rows, num_dr
     train = make([row(text), row()], truncation=truncation, max_length=150)
     assert len(train) == num_rows
     assert train.stats["dropped_images"] == num_dropped
+    assert train.stats["dropped_no_loss"] == 0
     assert train.stats["images"] == num_rows
 
 

@@ -36,6 +36,27 @@ FORMS = {
         "rejected": [USER, BAD],
         "messages": [USER, GOOD],
     },
+    "complete chats beside their prompt as a message": {
+        "prompt": [USER],
+        "chosen": [USER, GOOD],
+        "rejected": [USER, BAD],
+    },
+    "complete chats of ShareGPT beside their prompt": {
+        "prompt": "2+3?",
+        "chosen": [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}],
+        "rejected": [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "6"}],
+    },
+    "messages of a table, whose empty fields are null": {
+        "prompt": [USER | {"name": None}],
+        "chosen": [USER, GOOD | {"name": None}],
+        "rejected": [USER | {"name": None}, BAD],
+    },
+    "messages beside the name of a prompt": {
+        "messages": [USER],
+        "prompt": "question 7",
+        "chosen": "5",
+        "rejected": "6",
+    },
     "an empty cell of a label": {"prompt": "2+3?", "chosen": "5", "rejected": "6", "label": ""},
     "messages and texts": {"messages": [USER], "chosen": "5", "rejected": "6"},
     "LLaMA-Factory, Alpaca": {"instruction": "2+3?", "input": "", "chosen": "5", "rejected": "6"},
@@ -52,6 +73,11 @@ FORMS = {
         "prompt": "\n\nHuman: 2+3?\n\nAssistant:",
         "chosen": " 5",
         "rejected": " 6",
+    },
+    "Anthropic-HH, divided after the space": {
+        "prompt": "\n\nHuman: 2+3?\n\nAssistant: ",
+        "chosen": "5",
+        "rejected": "6",
     },
     "Anthropic-HH, divided before the answer's name": {
         "prompt": "\n\nHuman: 2+3?",
@@ -159,6 +185,7 @@ def test_all_forms_of_a_label_have_the_same_tokens(tmp_path, tokenizer):
     rows = [*LABELLED.values(), LABELLED["a chat"] | {"label": False}]
     dataset = load(tmp_path, rows, tokenizer)
     assert dataset.num_pairs == 0
+    assert (dataset.stats["ShareGPT"], dataset.stats["Alpaca"]) == (1, 1)
     for row in range(len(rows)):
         ((text, trained),) = texts_of(dataset, row, tokenizer)
         assert text.endswith("<|im_start|>assistant\n5<|im_end|>\n")
@@ -201,6 +228,49 @@ def test_without_a_chat_template_texts_stay_texts(tmp_path):
     assert texts_of(dataset, 1, tokenizer) == [
         (f"{HH} {answer}<|im_end|>", f" {answer}<|im_end|>") for answer in "56"
     ]
+
+
+def test_a_label_is_for_the_last_answer_of_a_chat_and_for_all_turns_of_a_completion(
+    tmp_path, tokenizer
+):
+    chat = say("Hi", "Hello.", "2+3?", "5")
+    rows = [
+        {"messages": chat, "label": True},
+        {"prompt": chat[:1], "completion": chat[1:], "label": True},
+    ]
+    dataset = load(tmp_path, rows, tokenizer)
+    trained = [texts_of(dataset, row, tokenizer)[0][1] for row in range(2)]
+    assert trained == ["5<|im_end|>", "Hello.<|im_end|>5<|im_end|>"]
+
+
+def test_one_of_two_chats_may_be_the_beginning_of_the_other():
+    short = say("2+3?", "5")
+    long = say("2+3?", "5", "Sure?", "Yes.")
+    for chosen, rejected in ((short, long), (long, short)):
+        row = {"chosen": chosen, "rejected": rejected}
+        preference = read_preference(row, data_options(), has_template=True)
+        prompt = [as_context(USER)]
+        assert preference.chosen == {"messages": prompt + chosen[1:]}
+        assert preference.rejected == {"messages": prompt + rejected[1:]}
+
+
+def test_an_answer_may_be_the_text_of_its_prompt():
+    row = {"prompt": "again", "chosen": "again", "rejected": "no"}
+    preference = read_preference(row, data_options(), has_template=True)
+    assert preference.chosen == {"prompt": "again", "response": "again"}
+
+
+def test_only_the_named_column_of_a_label_is_read():
+    row = {"messages": [USER, GOOD], "label": "of a cluster", "kto_tag": True}
+    preference = read_preference(row, data_options(label_key="kto_tag"), has_template=True)
+    assert preference.rejected is None
+    assert "kto_tag" in preference.columns
+    assert "label" not in preference.columns
+
+
+def test_only_the_columns_that_a_row_has_are_reported_as_read():
+    preference = read_preference(FORMS["LLaMA-Factory, Alpaca"], data_options(), has_template=True)
+    assert preference.columns == ["instruction", "input", "chosen", "rejected"]
 
 
 # -- batches ---------------------------------------------------------------------------------------
@@ -320,7 +390,13 @@ MISTAKES = {
     ),
     "other prompts": (
         {"chosen": [USER, GOOD], "rejected": say("1+1?", "6")},
-        "chosen and rejected answer different prompts: the first message in which they differ, ",
+        "chosen and rejected answer different prompts: the first message in which they differ, "
+        'number 0, is not of the assistant in "chosen"',
+    ),
+    "chats that one side goes on with a question": (
+        {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, GOOD, BAD]},
+        "chosen and rejected answer different prompts: the first message in which they differ, "
+        'number 2, is not of the assistant in "chosen"',
     ),
     "other prompts in HH": (
         {"chosen": HH + " 5", "rejected": HH.replace("Hi", "Hey") + " 6"},
@@ -372,12 +448,24 @@ MISTAKES = {
         {"messages": [USER, GOOD, USER], "label": True},
         '"messages" ends with a message of the role user: it must end with an answer',
     ),
+    "a ShareGPT chat with a label that ends with a question": (
+        {"conversations": [{"from": "human", "value": "2+3?"}], "label": True},
+        '"conversations" ends with a message of the role user',
+    ),
     "an answer that ends with a question": (
         {"prompt": [USER], "chosen": [GOOD, USER], "rejected": [BAD]},
         '"chosen" ends with a message of the role user: it must end with an answer',
     ),
+    "an answer of an unknown role": (
+        {"prompt": [USER], "chosen": [GOOD, GOOD | {"role": "robot"}], "rejected": [BAD]},
+        "\"messages[2].role\" is 'robot'",
+    ),
     "a prompt that ends with an answer": (
         {"prompt": [USER, GOOD], "chosen": "5", "rejected": "6"},
+        '"prompt" ends with an answer of the assistant, and "chosen" is another one',
+    ),
+    "a prompt that ends with an answer before messages": (
+        {"prompt": [USER, GOOD], "chosen": [GOOD], "rejected": [BAD]},
         '"prompt" ends with an answer of the assistant, and "chosen" is another one',
     ),
     "a prompt that is no chat": (
@@ -413,7 +501,7 @@ def test_other_names_of_columns(tmp_path, tokenizer):
         check_column_keys(wrong, {"data.train_files": dataset})
 
 
-def test_a_template_that_loses_text_is_an_error_or_drops_the_pair(tmp_path, tokenizer):
+def test_a_template_that_loses_text_is_an_error_or_drops_the_pair(tmp_path, tokenizer, capsys):
     lossy = {
         "prompt": [USER],
         "chosen": [GOOD | {"reasoning_content": "two and three"}],
@@ -424,6 +512,8 @@ def test_a_template_that_loses_text_is_an_error_or_drops_the_pair(tmp_path, toke
     dataset = load(tmp_path, [FORMS["TRL, texts"], lossy], tokenizer, lost_fields="drop")
     assert len(dataset) == 1
     assert dataset.stats["dropped_lost_fields"] == 1
+    lost = "the chat template leaves out reasoning_content (1 row): see data.lost_fields"
+    assert lost in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("answers", [{"chosen": [GOOD], "rejected": [BAD]}, {"completion": [GOOD]}])
@@ -451,6 +541,12 @@ def test_an_answer_may_begin_with_the_result_of_a_tool():
 def test_texts_of_hh_with_other_prompts_are_an_error_without_a_template():
     row = {"chosen": f"{HH} 5", "rejected": f"{HH.replace('Hi', 'Hey')} 6"}
     with pytest.raises(InputError, match="^chosen and rejected answer different prompts$"):
+        read_preference(row, data_options(), has_template=False)
+
+
+def test_other_texts_without_a_prompt_are_an_error_without_a_template():
+    row = {"chosen": "5\n\nAssistant: 5", "rejected": "6\n\nAssistant: 6"}
+    with pytest.raises(InputError, match='^"chosen" is the text .*, and the row has no prompt: '):
         read_preference(row, data_options(), has_template=False)
 
 

@@ -372,6 +372,15 @@ def test_special_tokens_in_prompts(make, tmp_path):
         make(path, special_tokens_in_text="error")
 
 
+def test_a_special_token_that_ends_a_prompt_is_escaped(make, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ' ' + m.content }}{% endfor %}"
+    path = write(tmp_path / "a.jsonl", [{"prompt": "c<|im_end|>"}])
+    (prompt,) = PromptDataset.load(make(path, tokenizer, special_tokens_in_text="escape"))
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in prompt.input_ids
+    assert tokenizer.decode(prompt.input_ids) == "user c<|im_end|>"
+
+
 def test_a_template_that_refuses(make, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no such chat') }}"
@@ -379,6 +388,14 @@ def test_a_template_that_refuses(make, tmp_path):
         InputError, match=r"a\.jsonl:1: the chat template rejects the conversation: no such chat"
     ):
         make(write(tmp_path / "a.jsonl", [{"prompt": "q"}]), tokenizer)
+
+
+def test_a_prompt_of_which_a_template_prints_nothing(make, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    path = write(tmp_path / "a.jsonl", [{"prompt": "q"}, {"prompt": [user("")]}])
+    with pytest.raises(InputError, match="a.jsonl:2: the prompt is empty"):
+        make(path, tokenizer)
 
 
 def test_a_prompt_that_does_not_ask_for_an_answer(make, tmp_path):

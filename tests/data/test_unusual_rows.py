@@ -100,6 +100,7 @@ def test_a_response_without_a_template_ends_with_one_eos_token(adds_eos):
     assert (ids[-1], mask[-1]) == (eos, 1)
     trained = [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]
     assert tokenizer.decode(trained) == "5</s>"
+    assert encode_pair("", "", None, ChatTokenizer(tokenizer)) == ([eos], [1])
     tokenizer.eos_token = None
     with pytest.raises(InputError, match="the tokenizer has no eos token"):
         encode_pair("2+3?", "5", None, ChatTokenizer(tokenizer))

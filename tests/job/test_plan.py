@@ -47,6 +47,16 @@ def test_each_role_is_estimated_for_its_own_model(tmp_path, capsys):
     assert f"checkpoint of the critic: {disk.format_bytes(critic_bytes)};" in printed
 
 
+def test_the_plan_says_when_few_tokens_need_the_most_memory(tmp_path, capsys):
+    make_model(tmp_path, "llama", vocab_size=4096, num_hidden_layers=1)
+    pairs = [f"model.path={tmp_path}", "data.train_files=t", f"output_dir={tmp_path}"]
+    pairs += ["data.max_tokens_per_micro_batch=2", "engine.activation_checkpointing=true"]
+    run = SimpleNamespace(world_size=2, hardware=Hardware(2, "cpu", 0))
+    print_memory(load("sft.yaml", pairs), run, role=None)
+    expected = "memory of one rank [GiB], estimated at the end of the backward pass, with 2 tokens"
+    assert capsys.readouterr().out.startswith(expected)
+
+
 class Rows(list):
     stats = {"rows": 3, "tokens": 7, "max_length": 4}
 

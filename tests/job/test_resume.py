@@ -173,6 +173,8 @@ def test_adapters_belong_to_the_weights_of_the_actor_and_of_the_critic(tmp_path)
     identity = identify_adapters(load("ppo.yaml", pairs))
     assert identity["frozen weights"] == fingerprint(actor)
     assert identity["frozen weights of the critic"] == fingerprint(critic)
+    without_critic = load("sft.yaml", [f"model.path={actor}", "data.train_files=t"])
+    assert identify_adapters(without_critic).keys() == {"model.lora", "frozen weights"}
 
 
 def test_adapters_are_identified_by_their_settings_and_exported_with_their_base(

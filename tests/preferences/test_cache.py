@@ -8,11 +8,19 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from config import load
+from common import disk
+from config import InputError, load
 from data.batching.plan import Plan
 from data.preference_dataset import PreferenceDataset, tokenize_preferences
 from examples.arithmetic import make_tokenizer
-from preferences.cache import attach_cached, cache_folder, is_intact, log_probs_of_rows, write_cache
+from preferences.cache import (
+    Writer,
+    attach_cached,
+    cache_folder,
+    is_intact,
+    log_probs_of_rows,
+    write_cache,
+)
 from preferences.losses import PreferenceLoss
 from preferences.reference import model_stages, role_configs
 from tests.preferences.assets import make_pair, write_rows
@@ -142,6 +150,15 @@ def test_a_sequence_that_ranks_share_counts_once(folder, tmp_path):
     dataset = PreferenceDataset.load(tokens)
     expected = (-dataset.batch(range(2)).input_ids.float()).tolist()
     assert on_ranks(2, tmp_path, log_probs_on_rank, dataset) == [expected, expected]
+
+
+def test_a_cache_that_does_not_fit_on_the_disk_is_refused_before_it_is_computed(tmp_path):
+    """A number has four bytes."""
+    writer = Writer(tmp_path / "cache", disk.free(tmp_path) // 3)
+    with pytest.raises(InputError, match="the disk is full: .* MiB are free; make room"):
+        writer.open()
+    writer.close()
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("failing_batch", [0, 1, None])

@@ -235,13 +235,17 @@ MISTAKES = {
         ["algorithm.loss=kto", "algorithm.loss_kwargs.undesirable_weight=-0.5"],
         "algorithm.loss_kwargs.undesirable_weight=-0.5 must be at least 0",
     ),
+    "a weight in words": (
+        ["algorithm.loss=kto", "algorithm.loss_kwargs.desirable_weight=much"],
+        "algorithm.loss_kwargs.desirable_weight='much' must be a number",
+    ),
     "no weight": (
         [
             "algorithm.loss=kto",
             "algorithm.loss_kwargs.desirable_weight=0",
             "algorithm.loss_kwargs.undesirable_weight=0.0",
         ],
-        "algorithm.loss_kwargs.undesirable_weight=0 teach nothing",
+        "desirable_weight=0 and algorithm.loss_kwargs.undesirable_weight=0 teach nothing",
     ),
     "half of the labels": (["algorithm.label_smoothing=0.5"], "at least 0 and less than 0.5"),
 }

@@ -1,16 +1,20 @@
 """Comparing the losses and dumps of two runs."""
 
+import csv
 import json
 import math
 import os
 import re
 import shutil
 import sys
+from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
 from profiling import compare
-from profiling.dumps import DumpedTensor
+from profiling.dumps import DumpedTensor, largest_difference
 from tests.profiling.support import PROBE, arguments
 from tests.support.launch import run
 
@@ -60,15 +64,16 @@ def test_runs_without_dumps_are_answered_with_the_settings_of_one(tmp_path, monk
     assert "profiler.tool=msprobe trainer.profile_interval=[3,3]" in printed
 
 
-def write_dump(run, stage, value=1.0):
-    """Write what msprobe dumps of a stage in step 2: here a single number."""
+def write_dump(run, stage, value=1.0, rank=0, first_layer=0):
+    """Write what msprobe dumps of a stage in step 2 on a rank: here a single number."""
     statistics = dict.fromkeys(("Max", "Min", "Mean", "Norm"), value)
     number = {"shape": [1], "dtype": "float32", **statistics}
-    rank = run / "profile" / "step_2" / stage / "step2" / "rank0"
-    rank.mkdir(parents=True)
+    folder = run / "profile" / "step_2" / stage / "step2" / f"rank{rank}"
+    folder.mkdir(parents=True)
     dump = {"data": {"Module.0.norm.forward.0": {"output": [number]}}}
-    (rank / "dump.json").write_text(json.dumps(dump))
-    (rank / "coordinates.json").write_text(json.dumps({"of": "FSDPEngine"}))
+    (folder / "dump.json").write_text(json.dumps(dump))
+    coordinates = {"of": "FSDPEngine", "first_layers": [first_layer]}
+    (folder / "coordinates.json").write_text(json.dumps(coordinates))
 
 
 @pytest.mark.parametrize("stage, code", [(None, 1), ("train_batch", 0)])
@@ -106,6 +111,33 @@ def test_arguments_set_the_tolerance_the_stage_and_the_folder_of_tables(
         if code == compare.ExitCode.DIVERGE:
             assert re.search(r"A: .*max 1\.0 .*\n *B: .*max 0\.95 ", printed)
     assert [table.name for table in tables.iterdir()] == ["train_batch_rank0.csv"]
+    with open(tables / "train_batch_rank0.csv", newline="") as file:
+        (row,) = csv.DictReader(file)
+    name = "Module.0.norm.forward.0.output.0"
+    assert row == {
+        **{"A name": name, "A shape": "[1]"},
+        **{f"A {statistic}": "1.0" for statistic in ("max", "min", "mean", "l2norm")},
+        **{"B name": name, "B shape": "[1]"},
+        **{f"B {statistic}": "0.95" for statistic in ("max", "min", "mean", "l2norm")},
+        "relative difference": str(1 - 0.95),
+    }
+
+
+def test_the_rank_that_diverges_first_has_the_earliest_layers(tmp_path, capsys):
+    """Ranks 1 and 2 differ, and rank 2 holds the layers before those of rank 1."""
+    for rank, first_layer in enumerate([0, 8, 4]):
+        write_dump(tmp_path / "a", "train_batch", 1.0, rank, first_layer)
+        value = 1.0 if rank == 0 else 1.5
+        write_dump(tmp_path / "b", "train_batch", value, rank, first_layer)
+    code = compare.compare_runs(tmp_path / "a", tmp_path / "b", 2, None, compare.Settings())
+    assert code == compare.ExitCode.DIVERGE
+    lines = capsys.readouterr().out.splitlines()
+    name = "Module.0.norm.forward.0.output.0"
+    assert lines[1] == f"train_batch: diverges first on rank2, at {name}"
+    assert lines[2].startswith("train_batch rank0: 1 tensors agree")
+    for rank in (1, 2):
+        expected = f"train_batch rank{rank}: diverges at {name}, relative difference 0.333; "
+        assert any(line.startswith(expected) for line in lines)
 
 
 def test_stages_are_in_the_order_of_their_last_dumps(tmp_path):
@@ -216,10 +248,46 @@ def test_diverging_is_the_most_important_exit_code(codes, expected):
 
 @pytest.mark.parametrize("only_in_one, code", [([], 0), (["b"], 1)])
 def test_a_tensor_of_one_run_alone_is_a_divergence(capsys, only_in_one, code):
-    tensor = DumpedTensor("a", [2], "float32", {"max": 1.0, "min": 0.0}, None)
-    comparison = compare.Comparison("stage", [compare.Pair(tensor, tensor, 0.0)], only_in_one)
+    comparison = compare.Comparison("stage", [make_pair("a", 0.0)], only_in_one)
     assert compare.report(comparison, compare.Settings()) == code
     assert ("the first in only one run: b" in capsys.readouterr().out) == bool(only_in_one)
+
+
+def make_pair(name, difference, place=""):
+    """Return a pair of tensors with this difference; the second has a shorter name."""
+    tensor = DumpedTensor(name, [2], "float32", {"max": 1.0, "min": 0.0}, None)
+    return compare.Pair(tensor, replace(tensor, name=name.removeprefix("long.")), difference, place)
+
+
+def test_the_first_difference_is_reported_with_all_that_could_not_be_compared(capsys):
+    pairs = [make_pair("a", 1e-5), make_pair("long.b", 0.25, "output 0, call 3"), make_pair("c", 2)]
+    comparison = compare.Comparison("stage", pairs, ["x", "y"], [", outputs alone"], [0, 3, 4])
+    comparison.left_out = Counter({"other sizes": 5, "no rows": 1})
+    comparison.layers_left_out = [7, 9]
+    assert compare.report(comparison, compare.Settings()) == compare.ExitCode.DIVERGE
+    assert capsys.readouterr().out.splitlines() == [
+        "stage: diverges at long.b / b (output 0, call 3) (3 tensors before it could not be "
+        "compared), relative difference 0.25; tensor 2 of 3, outputs alone; 5 not compared: other "
+        "sizes; 1 not compared: no rows, 2 in only one run",
+        "    A: shape [2]  max 1.0  min 0.0",
+        "    B: shape [2]  max 1.0  min 0.0",
+        "    largest difference 2, at c",
+        "    layers of which nothing was compared: [7, 9]",
+        "    the first in only one run: x",
+    ]
+
+
+@pytest.mark.parametrize(
+    "num_left_out, layers_left_out, code", [(1, [], 0), (2, [], 3), (0, [4], 3), (0, [], 0)]
+)
+def test_runs_agree_if_at_most_a_tenth_of_the_tensors_could_not_be_compared(
+    num_left_out, layers_left_out, code
+):
+    pairs = [make_pair(name, 0.0) for name in "abcdefghi"]
+    comparison = compare.Comparison("stage", pairs, [])
+    comparison.left_out["other sizes"] = num_left_out
+    comparison.layers_left_out = layers_left_out
+    assert compare.report(comparison, compare.Settings()) == code
 
 
 @pytest.mark.parametrize(
@@ -238,6 +306,18 @@ def test_differences_are_relative_to_the_largest_number_in_the_tensors(a, b, exp
     statistics_b = {"max": b[0], "min": b[1], "mean": None, "l2norm": None}
     difference = compare.relative_difference(statistics_a, statistics_b)
     assert difference == pytest.approx(expected)
+
+
+def test_elements_are_compared_if_both_runs_have_them_all():
+    whole = DumpedTensor("a", [2], "float32", {}, lambda: torch.tensor([1.0, 2.0]))
+    other = replace(whole, load=lambda: torch.tensor([1.0, -1.0]))
+    assert largest_difference(whole, other) == largest_difference(other, whole) == 3.0
+    longer = replace(whole, shape=[3], load=lambda: torch.ones(3))
+    for incomparable in (replace(whole, load=None), longer):
+        assert largest_difference(whole, incomparable) is None
+        assert largest_difference(incomparable, whole) is None
+    empty = replace(whole, shape=[0], load=lambda: torch.ones(0))
+    assert largest_difference(empty, empty) is None
 
 
 @pytest.mark.parametrize("name", ["l2norm", "rms"])

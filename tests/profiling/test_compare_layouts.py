@@ -95,9 +95,13 @@ def test_statistics_of_padded_shards_pool_to_those_of_the_whole(tmp_path):
 
 
 def test_each_call_has_the_padding_of_its_own_micro_batch(tmp_path):
-    """The first one has none. The padding is full of huge numbers."""
+    """The first one has none, and the last has nothing else. It is full of huge numbers."""
     model = decoder()
-    paddings = [torch.zeros(4, 1, dtype=torch.bool), torch.tensor([[False], [False], [True]])]
+    paddings = [
+        torch.zeros(4, 1, dtype=torch.bool),
+        torch.tensor([[False], [False], [True]]),
+        torch.ones(2, 1, dtype=torch.bool),
+    ]
     current = []
     engine = SimpleNamespace(
         modules=lambda: [model],
@@ -112,8 +116,9 @@ def test_each_call_has_the_padding_of_its_own_micro_batch(tmp_path):
     recorder.stop()
     recorder.write(tmp_path / FILE)
     for record in read_outputs(tmp_path).records:
-        assert [call.size for call in record.calls] == [4 * 6, 2 * 6]
+        assert [call.size for call in record.calls] == [4 * 6, 2 * 6, 0]
         assert record.calls[1].max < 1e3
+        assert record.calls[2] == Statistics(0)
 
 
 def test_calls_that_recompute_activations_are_not_recorded(tmp_path):
@@ -264,7 +269,7 @@ def outputs_of_head(folder, sizes, other_sizes=(), **place):
     return layouts.gather([rank], [RankOutputs(1, 0, records)], translated=False)
 
 
-def dump_of_head(folder, sizes) -> RankDump:
+def dump_of_head(folder, sizes, recomputes=False) -> RankDump:
     """Return the dump of a rank whose head is called with these numbers of tokens."""
     model = torch.nn.Module()
     model.head = torch.nn.ReLU()
@@ -274,7 +279,11 @@ def dump_of_head(folder, sizes) -> RankDump:
     recorder = OutputRecorder(engine)
     recorder.start()
     for size in sizes:
-        model.head(torch.ones(size))
+        tokens = torch.ones(size, requires_grad=True)
+        if recomputes:
+            checkpoint(model.head, tokens, use_reentrant=True).sum().backward()
+        else:
+            model.head(tokens)
     recorder.stop()
     folder.mkdir()
     recorder.write(folder / FILE)
@@ -288,6 +297,19 @@ def test_a_rank_calls_its_head_for_the_same_micro_batches_in_the_same_order(
     first = dump_of_head(tmp_path / "a", [3, 4])
     second = dump_of_head(tmp_path / "b", sizes)
     assert layouts.have_same_calls(first, second) == are_same
+    if are_same:
+        recomputed = dump_of_head(tmp_path / "recomputed", sizes, recomputes=True)
+        assert not layouts.have_same_calls(first, recomputed)
+
+
+def test_dumps_without_outputs_are_compared_rank_by_rank(tmp_path):
+    first = dump_of_head(tmp_path / "a", [3, 4])
+    second = dump_of_head(tmp_path / "b", [5])
+    for without, other in ((first, second), (second, first)):
+        (without.folder / FILE).rename(tmp_path / "outputs")
+        assert layouts.have_same_calls(without, other)
+        assert layouts.have_same_calls(other, without)
+        (tmp_path / "outputs").rename(without.folder / FILE)
 
 
 @pytest.mark.parametrize(
@@ -330,13 +352,47 @@ def test_an_output_is_described_by_its_call_and_ranks(call, dp_size, cp_size, te
     assert described == f"output 5, {text}"
 
 
+def outputs_of(calls_of_module, engine="Engine"):
+    """Return the outputs of a run of one rank: module -> the sizes of its calls, or None."""
+    records = []
+    for module, sizes in calls_of_module.items():
+        calls = None if sizes is None else [Statistics(size, 1.0) for size in sizes]
+        records.append(OutputRecord(module, 0, 0, calls))
+    rank = RankDump(None, coordinates(1, engine=engine))
+    return layouts.gather([rank], [RankOutputs(1, 0, records)], translated=False)
+
+
+def test_outputs_that_only_one_run_counts_are_left_out_whichever_comes_first():
+    """A module that neither run counts could never be compared, so it is not missing."""
+    run = outputs_of({"first": [6, 6], "router": None, "norm": [6, 6], "gate": None})
+    other_run = outputs_of({"first": [6, 6], "router": None, "norm": None, "last": [6, 6]})
+    for a, b in ((run, other_run), (other_run, run)):
+        matches = layouts.match(a, b)
+        assert [tensor.name for tensor, _, _ in matches.pairs] == ["first", "first"]
+        assert [place for *_, place in matches.pairs] == ["output 0, call 0", "output 0, call 1"]
+        assert matches.left_out == {layouts.NO_ROWS: 2}
+        assert sorted(matches.only_in_one) == ["gate", "last"]
+
+
+def test_outputs_of_different_sizes_before_a_pair_are_counted():
+    run = outputs_of({"first": [6], "wide": [12], "empty": [0], "last": [6]})
+    other_run = outputs_of({"first": [6], "wide": [18], "empty": [0], "last": [6]})
+    matches = layouts.match(run, other_run)
+    assert [tensor.name for tensor, _, _ in matches.pairs] == ["first", "last"]
+    assert matches.before == [0, 1]
+    assert matches.left_out == {layouts.OTHER_SIZES: 1}
+    assert not matches.only_in_one
+
+
 # -- coverage --------------------------------------------------------------------------------------
 
 
-def dump_stack(folder, widths, tp_size, biases=()):
+def dump_stack(folder, widths, tp_size, biases=(), first_layer=0):
     """Dump a stack of layers with these widths, whose weights are 0.
 
-    biases: layer -> what it returns, if that is not 0
+    Args:
+        biases: layer -> what it returns, if that is not 0.
+        first_layer: its number in the whole model.
     """
     linears = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
     model = torch.nn.Module()
@@ -349,7 +405,7 @@ def dump_stack(folder, widths, tp_size, biases=()):
     model.forward = lambda x: functools.reduce(lambda x, layer: layer(x), linears, x)
     engine = SimpleNamespace(
         modules=lambda: [model],
-        coordinates=lambda: {"tp": [0, tp_size], "first_layers": [0]},
+        coordinates=lambda: {"tp": [0, tp_size], "first_layers": [first_layer]},
         padding=lambda: None,
     )
     profiler = dumping(folder)
@@ -438,6 +494,14 @@ def test_the_first_tensor_that_differs_is_named(
     code = compare.compare_runs(tmp_path / "a", tmp_path / "equal", 1, "validate", settings)
     assert code == compare.ExitCode.NOTHING_TO_COMPARE
     assert "no stage validate of step 1 was dumped by both" in capsys.readouterr().out
+
+
+def test_layers_of_a_pipeline_stage_have_their_numbers_in_the_whole_model(tmp_path, capsys):
+    dump_stack(tmp_path / "a", [4, 4, 4], 1, first_layer=2)
+    dump_stack(tmp_path / "b", [4, 4, 4], 1, {1: 2.0}, first_layer=2)
+    compare.compare_runs(tmp_path / "a", tmp_path / "b", 1, None, compare.Settings())
+    diverging = "train_batch rank0: diverges at Module.0.model.layers.3.Linear.forward.0.output.0"
+    assert diverging in capsys.readouterr().out
 
 
 def test_a_dump_without_outputs_is_reported(tmp_path, capsys):

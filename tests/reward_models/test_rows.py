@@ -61,7 +61,8 @@ def test_empty_cells_of_a_csv_file_are_no_pair():
         ({"messages": CHAT, "score": [1]}, "must be a number"),
         ({"messages": CHAT, "label": 1, "kto_tag": False}, '"label" is \'1\', and "kto_tag" is '),
         ({"messages": [*CHAT, CHAT[0]], "score": 1}, '"messages" ends with a message of the role'),
-        ({"messages": CHAT}, "nor a score is in the row, which has messages"),
+        ({"messages": CHAT, "note": None, "score": None}, "in the row, which has messages: name"),
+        ({}, "nor a score is in the row, which has no columns"),
         ({"prompt": "1+1=", "chosen": "2"}, '"rejected" is missing'),
     ],
 )

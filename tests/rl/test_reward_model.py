@@ -642,11 +642,24 @@ def test_conversations_are_rendered_by_the_reward_models_template(tokenizer):
 def test_rows_whose_contents_have_another_type_have_another_form():
     chat = ChatTokenizer(make_tokenizer())
 
-    def form(content):
-        return form_of({"prompt": [{"role": "user", "content": content}]}, chat, options_of())
+    def form(content="1+1=", fields=(), **columns):
+        message = {"role": "user", "content": content, **dict(fields)}
+        return form_of({"prompt": [message], **columns}, chat, options_of())
 
     assert form("1+1=") == form("2+3=")
     assert form("1+1=") != form([{"type": "text", "text": "1+1="}])
+    assert form(fields={"reasoning": "", "name": None}) == form()
+    assert form(fields={"reasoning": "two"}) not in (form(), form(fields={"thinking": "two"}))
+    assert form(enable_thinking=True) not in (form(), form(enable_thinking=False))
+
+
+def test_a_turn_that_the_template_ends_only_before_another_one_is_ended():
+    tokenizer = make_other_tokenizer()
+    tokenizer.chat_template = OTHER_TEMPLATE.replace(
+        "<|end|>\n{% endfor", "{% if not loop.last %}<|end|>\n{% endif %}{% endfor"
+    )
+    (ids,) = encode_answered([{"prompt": "1+1="}], ["2"], ChatTokenizer(tokenizer), options_of())
+    assert tokenizer.decode(ids) == "user: 1+1=<|end|>\nassistant: 2<|end|>"
 
 
 def test_what_the_reward_models_template_leaves_out_is_found():
