@@ -63,6 +63,13 @@ def encode(row, chat, options):
     return result[:2]
 
 
+def losses_of(row, tokenizer):
+    """Return (kind, field) of each loss of a row."""
+    encoded = encoding.encode(row, ChatTokenizer(tokenizer), options())
+    (result,) = encoding.encode_together([encoded])
+    return [(loss.kind, loss.field) for loss in result.losses]
+
+
 def learned_text(row, tokenizer):
     """Return the learned tokens of a row as one text."""
     ids, mask = encode(row, ChatTokenizer(tokenizer), options())
@@ -643,10 +650,11 @@ def test_a_turn_that_goes_on_after_its_end_is_an_error():
             "m.content + '", "m.content }}" + calls.replace("BETWEEN", repr(between)) + "{{ '"
         )
         tokenizer = make_tokenizer(template, eos="<|im_end|>", control=CONTROL)
-        with pytest.raises(
-            InputError, match="message 1 .* the template ends it before '.*add.*Either set"
-        ):
-            trained(tokenizer, {"messages": [*say("q1"), calling]})
+        for ends in ([], ["</s>"], ["<|im_start|>"]):
+            with pytest.raises(
+                InputError, match="message 1 .* the template ends it before '.*add.*Either set"
+            ):
+                trained(tokenizer, {"messages": [*say("q1"), calling]}, ends)
         assert trained(tokenizer, {"messages": say("q1", "see <|im_end|>\nno")}) == [
             "see <|im_end|>\nno<|im_end|>"
         ]
@@ -1022,6 +1030,30 @@ def test_parts_of_other_kinds_are_left_to_the_template():
         trained(template, {"messages": [lost, thoughtful]})
 
 
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("raise_exception('no')", r"rejects the conversation: no\. It may not know PART: write"),
+        ("(m.content ~ '')", "template does not know PART: write"),
+    ],
+    ids=["rejected", "printed as code"],
+)
+def test_a_part_that_a_template_cannot_print_is_named(content, message):
+    known = {"type": "text", "text": "q2"}
+    unknown = {"type": "file", "path": "a.txt"}
+    template = CHATML.replace("m.content", f"(m.content if m.content is string else {content})")
+    message = message.replace("PART", "a part of message 2, {'type': 'file', 'path': 'a.txt'}")
+    messages = [*say("q1", "a1"), {"role": "user", "content": [known, unknown]}, *say("q", "a")]
+    with pytest.raises(InputError, match=message):
+        trained(template, {"messages": messages})
+
+
+def test_an_error_of_a_template_about_texts_does_not_advise_about_parts():
+    template = CHATML.replace("m.content", "raise_exception('no')")
+    with pytest.raises(InputError, match="rejects the conversation: no$"):
+        trained(template, {"messages": say("q", "a")})
+
+
 def test_prompt_and_response():
     pair = {"prompt": "the cat", "response": " sat"}
     assert trained(CHATML, pair) == [" sat<|im_end|>"]
@@ -1031,6 +1063,8 @@ def test_prompt_and_response():
     assert tokenizer.decode(ids) == "the cat sat</s>"
     few_shot = {"messages": None, "prompt": say("q1", "a1", "q2"), "response": "a2"}
     assert trained(CHATML, few_shot) == ["a2<|im_end|>"]
+    assert losses_of({"prompt": "the cat", "response": "\n"}, tokenizer) == [("empty", "response")]
+    assert losses_of(pair, tokenizer) == []
     renamed = {"question": "q", "answer": "a"}
     assert trained(CHATML, renamed, prompt_key="question", response_key="answer") == ["a<|im_end|>"]
 
@@ -1067,6 +1101,10 @@ def test_prompt_and_response():
         (
             {"messages": [{"role": "assistant", "tool_calls": ["add"]}]},
             'tool_calls" must be a list of objects',
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [call("add"), call(" ")]}]},
+            r'tool_calls\[1\]" has no function name',
         ),
         ({"messages": say("x", "y"), "tools": "none"}, '"tools" must be a list'),
         ({"messages": say("x", "y"), "enable_thinking": "none"}, "\"enable_thinking\" is 'none'"),

@@ -117,9 +117,11 @@ def test_a_text_that_the_message_has_twice_is_printed_once():
 
 
 def test_parts_of_a_text_are_lost():
-    cut = CHATML.replace("m.content", "m.content | replace('secret word', '')")
-    text = "a long text with a secret word, which the template removes"
-    assert losses(cut, say("q", text)) == {("lost", "content")}
+    text = "some long text with a secret word, which the template removes"
+    for part in ("secret word", "some long", text):
+        cut = CHATML.replace("m.content", f"m.content | replace('{part}', '')")
+        with pytest.raises(InputError, match=f"leaves out content of message 1 .*: '{part[:60]}'"):
+            trained(cut, {"messages": say("q", text)})
     shortened = CHATML.replace("m.content", "m.content | truncate(30, true, '')")
     assert losses(shortened, say("q", text)) == {("lost", "content")}
 
@@ -160,6 +162,8 @@ def test_thinking_that_is_cut_out_of_the_last_answer_is_lost():
     assert losses(QWEN3, messages) == {("earlier", "content")}
     assert losses(QWEN3, say("q", thought, "and now?", thought)) == {("earlier", "content")}
     assert losses(CUTTING, messages[:-1], add_generation_prompt=True) == {("earlier", "content")}
+    # But none cuts it out of the user's texts.
+    assert losses(CUTTING, say(thought, "a", "and now?", "b")) == {("lost", "content")}
 
 
 @pytest.mark.parametrize(
