@@ -357,6 +357,28 @@ def test_a_template_that_marks_the_turns_itself(turn, is_used):
         assert spans == search_spans(conversation, [1, 3])
 
 
+@pytest.mark.parametrize(
+    "question, answer, tools, arguments, is_used",
+    [
+        ("user", "a1", None, {}, True),
+        ("tool", "a1", None, {}, False),
+        ("user", "a1 <|im_end|> b1", None, {}, False),
+        ("user", "a1", [TOOL], {}, False),
+        ("user", "a1", None, {"enable_thinking": False}, False),
+    ],
+    ids=["plain", "role tool", "an end token in a text", "tools", "an argument"],
+)
+def test_marks_of_a_template_are_only_used_for_plain_chats(
+    question, answer, tools, arguments, is_used
+):
+    """Others may have another generation prompt, or go on after the end token."""
+    template = marking(HEADER + START + CONTENT_AND_END + STOP)
+    chat = ChatTokenizer(make_tokenizer(template, eos="<|im_end|>"))
+    messages = [{"role": question, "content": "q1"}, {"role": "assistant", "content": answer}]
+    conversation = Conversation(messages, chat, TemplateInputs(tools, arguments))
+    assert (marked_spans(conversation, [1]) is not None) == is_used
+
+
 def test_a_turn_ends_with_the_first_text_that_ends_turns():
     """The header of the next message begins with the same characters as the end."""
     template = (
@@ -613,13 +635,14 @@ PROMPT_BY_ROW = CHATML.replace(
 
 
 @pytest.mark.parametrize(
-    "condition, system, tools",
+    "condition, role, system, tools",
     [
-        ("tools and tools[0].function.name == 'add'", "be brief", [TOOL]),
-        ("'/think' in messages[0].content", "be brief /think", None),
+        ("tools and tools[0].function.name == 'add'", "system", "be brief", [TOOL]),
+        ("'/think' in messages[0].content", "system", "be brief /think", None),
+        ("messages[0].role == 'developer'", "developer", "be brief", None),
     ],
 )
-def test_the_prompt_for_a_turn_is_that_of_its_own_row(condition, system, tools):
+def test_the_prompt_for_a_turn_is_that_of_its_own_row(condition, role, system, tools):
     """It is cached, but another row's prompt must not be used."""
     template = "{{ tools | tojson if tools }}" + PROMPT_BY_ROW.replace("CONDITION", condition)
     tokenizer = make_tokenizer(template)
@@ -627,9 +650,11 @@ def test_the_prompt_for_a_turn_is_that_of_its_own_row(condition, system, tools):
     other_tools = [{"function": {"name": "sub"}}] if tools else None
     answer = "<think>\nlet me see</think>the cat"
     learned = []
-    for content, tools_of_row in (("be brief", other_tools), (system, tools)):
-        messages = [{"role": "system", "content": content}, *say("q", answer)]
-        ids, mask = encode({"messages": messages, "tools": tools_of_row}, chat, options())
+    other = {"role": "system", "content": "be brief"}
+    own = {"role": role, "content": system}
+    for first, tools_of_row in ((other, other_tools), (own, tools)):
+        row = {"messages": [first, *say("q", answer)], "tools": tools_of_row}
+        ids, mask = encode(row, chat, options())
         learned.append(tokenizer.decode([token for token, bit in zip(ids, mask) if bit]))
     assert learned[0] == answer + "<|im_end|>"
     assert learned[1] == answer.removeprefix("<think>\n") + "<|im_end|>"

@@ -255,6 +255,10 @@ def test_tools_that_are_not_printed():
     assert losses(CHATML, say("q", "a"), [TOOL]) == {("lost", "tools")}
     # The name also stands in a message.
     assert losses(CHATML, say("call add", "a"), [TOOL]) == {("lost", "tools")}
+    in_prompt = losses(CHATML, say("call add"), [TOOL], add_generation_prompt=True)
+    assert in_prompt == {("lost", "tools")}
+    quoted = {"function": TOOL["function"] | {"description": "Adds two numbers."}}
+    assert losses(CHATML, say("add? Adds two numbers.", "a"), [quoted]) == {("lost", "tools")}
     only_names = CHATML + "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
     described = {"function": TOOL["function"] | {"description": "Adds two numbers."}}
     assert not losses(only_names, say("q", "a"), [TOOL])
