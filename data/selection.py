@@ -74,8 +74,8 @@ class Selection:
         is_selected[rows] = True
         return is_selected
 
-    def masks(self, rows_of_files: Sequence[int]) -> list[np.ndarray | None]:
-        """Return which rows of each file are selected: bool [n], or None for all of them.
+    def masks(self, rows_of_files: Sequence[int]) -> list[np.ndarray]:
+        """Return which rows of each file are selected: bool [n].
 
         Args:
             rows_of_files: the number n of rows of each file.
@@ -83,8 +83,6 @@ class Selection:
         Raises:
             InputError: data.val_size leaves no row to train on.
         """
-        if self.has_all_rows:
-            return [None] * len(rows_of_files)
         ends = np.cumsum(rows_of_files)
         return np.split(self.mask(int(ends[-1])), ends[:-1])
 

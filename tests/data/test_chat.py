@@ -63,6 +63,13 @@ def encode(row, chat, options):
     return result[:2]
 
 
+def losses_of(row, tokenizer):
+    """Return (kind, field) of each loss of a row."""
+    encoded = encoding.encode(row, ChatTokenizer(tokenizer), options())
+    (result,) = encoding.encode_together([encoded])
+    return [(loss.kind, loss.field) for loss in result.losses]
+
+
 def learned_text(row, tokenizer):
     """Return the learned tokens of a row as one text."""
     ids, mask = encode(row, ChatTokenizer(tokenizer), options())
@@ -350,6 +357,28 @@ def test_a_template_that_marks_the_turns_itself(turn, is_used):
         assert spans == search_spans(conversation, [1, 3])
 
 
+@pytest.mark.parametrize(
+    "question, answer, tools, arguments, is_used",
+    [
+        ("user", "a1", None, {}, True),
+        ("tool", "a1", None, {}, False),
+        ("user", "a1 <|im_end|> b1", None, {}, False),
+        ("user", "a1", [TOOL], {}, False),
+        ("user", "a1", None, {"enable_thinking": False}, False),
+    ],
+    ids=["plain", "role tool", "an end token in a text", "tools", "an argument"],
+)
+def test_marks_of_a_template_are_only_used_for_plain_chats(
+    question, answer, tools, arguments, is_used
+):
+    """Others may have another generation prompt, or go on after the end token."""
+    template = marking(HEADER + START + CONTENT_AND_END + STOP)
+    chat = ChatTokenizer(make_tokenizer(template, eos="<|im_end|>"))
+    messages = [{"role": question, "content": "q1"}, {"role": "assistant", "content": answer}]
+    conversation = Conversation(messages, chat, TemplateInputs(tools, arguments))
+    assert (marked_spans(conversation, [1]) is not None) == is_used
+
+
 def test_a_turn_ends_with_the_first_text_that_ends_turns():
     """The header of the next message begins with the same characters as the end."""
     template = (
@@ -612,13 +641,14 @@ PROMPT_BY_ROW = CHATML.replace(
 
 
 @pytest.mark.parametrize(
-    "condition, system, tools",
+    "condition, role, system, tools",
     [
-        ("tools and tools[0].function.name == 'add'", "be brief", [TOOL]),
-        ("'/think' in messages[0].content", "be brief /think", None),
+        ("tools and tools[0].function.name == 'add'", "system", "be brief", [TOOL]),
+        ("'/think' in messages[0].content", "system", "be brief /think", None),
+        ("messages[0].role == 'developer'", "developer", "be brief", None),
     ],
 )
-def test_the_prompt_for_a_turn_is_that_of_its_own_row(condition, system, tools):
+def test_the_prompt_for_a_turn_is_that_of_its_own_row(condition, role, system, tools):
     """It is cached, but another row's prompt must not be used."""
     template = "{{ tools | tojson if tools }}" + PROMPT_BY_ROW.replace("CONDITION", condition)
     tokenizer = make_tokenizer(template)
@@ -626,9 +656,11 @@ def test_the_prompt_for_a_turn_is_that_of_its_own_row(condition, system, tools):
     other_tools = [{"function": {"name": "sub"}}] if tools else None
     answer = "<think>\nlet me see</think>the cat"
     learned = []
-    for content, tools_of_row in (("be brief", other_tools), (system, tools)):
-        messages = [{"role": "system", "content": content}, *say("q", answer)]
-        ids, mask = encode({"messages": messages, "tools": tools_of_row}, chat, options())
+    other = {"role": "system", "content": "be brief"}
+    own = {"role": role, "content": system}
+    for first, tools_of_row in ((other, other_tools), (own, tools)):
+        row = {"messages": [first, *say("q", answer)], "tools": tools_of_row}
+        ids, mask = encode(row, chat, options())
         learned.append(tokenizer.decode([token for token, bit in zip(ids, mask) if bit]))
     assert learned[0] == answer + "<|im_end|>"
     assert learned[1] == answer.removeprefix("<think>\n") + "<|im_end|>"
@@ -649,10 +681,11 @@ def test_a_turn_that_goes_on_after_its_end_is_an_error():
             "m.content + '", "m.content }}" + calls.replace("BETWEEN", repr(between)) + "{{ '"
         )
         tokenizer = make_tokenizer(template, eos="<|im_end|>", control=CONTROL)
-        with pytest.raises(
-            InputError, match="message 1 .* the template ends it before '.*add.*Either set"
-        ):
-            trained(tokenizer, {"messages": [*say("q1"), calling]})
+        for ends in ([], ["</s>"], ["<|im_start|>"]):
+            with pytest.raises(
+                InputError, match="message 1 .* the template ends it before '.*add.*Either set"
+            ):
+                trained(tokenizer, {"messages": [*say("q1"), calling]}, ends)
         assert trained(tokenizer, {"messages": say("q1", "see <|im_end|>\nno")}) == [
             "see <|im_end|>\nno<|im_end|>"
         ]
@@ -1028,6 +1061,30 @@ def test_parts_of_other_kinds_are_left_to_the_template():
         trained(template, {"messages": [lost, thoughtful]})
 
 
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("raise_exception('no')", r"rejects the conversation: no\. It may not know PART: write"),
+        ("(m.content ~ '')", "template does not know PART: write"),
+    ],
+    ids=["rejected", "printed as code"],
+)
+def test_a_part_that_a_template_cannot_print_is_named(content, message):
+    known = {"type": "text", "text": "q2"}
+    unknown = {"type": "file", "path": "a.txt"}
+    template = CHATML.replace("m.content", f"(m.content if m.content is string else {content})")
+    message = message.replace("PART", "a part of message 2, {'type': 'file', 'path': 'a.txt'}")
+    messages = [*say("q1", "a1"), {"role": "user", "content": [known, unknown]}, *say("q", "a")]
+    with pytest.raises(InputError, match=message):
+        trained(template, {"messages": messages})
+
+
+def test_an_error_of_a_template_about_texts_does_not_advise_about_parts():
+    template = CHATML.replace("m.content", "raise_exception('no')")
+    with pytest.raises(InputError, match="rejects the conversation: no$"):
+        trained(template, {"messages": say("q", "a")})
+
+
 def test_prompt_and_response():
     pair = {"prompt": "the cat", "response": " sat"}
     assert trained(CHATML, pair) == [" sat<|im_end|>"]
@@ -1037,6 +1094,8 @@ def test_prompt_and_response():
     assert tokenizer.decode(ids) == "the cat sat</s>"
     few_shot = {"messages": None, "prompt": say("q1", "a1", "q2"), "response": "a2"}
     assert trained(CHATML, few_shot) == ["a2<|im_end|>"]
+    assert losses_of({"prompt": "the cat", "response": "\n"}, tokenizer) == [("empty", "response")]
+    assert losses_of(pair, tokenizer) == []
     renamed = {"question": "q", "answer": "a"}
     assert trained(CHATML, renamed, prompt_key="question", response_key="answer") == ["a<|im_end|>"]
 
@@ -1073,6 +1132,10 @@ def test_prompt_and_response():
         (
             {"messages": [{"role": "assistant", "tool_calls": ["add"]}]},
             'tool_calls" must be a list of objects',
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [call("add"), call(" ")]}]},
+            r'tool_calls\[1\]" has no function name',
         ),
         ({"messages": say("x", "y"), "tools": "none"}, '"tools" must be a list'),
         ({"messages": say("x", "y"), "enable_thinking": "none"}, "\"enable_thinking\" is 'none'"),

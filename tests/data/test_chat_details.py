@@ -15,7 +15,7 @@ from data.chat.tokenizer import ChatTokenizer, load_tokenizer, template_literals
 from data.chat.tokens import Span, Tokens
 from data.prompts import last_user_text
 from data.rows import TemplateInputs
-from tests.data.chat_templates import CHATML, CONTROL, QWEN3, make_tokenizer
+from tests.data.chat_templates import CHATML, CONTROL, QWEN2, QWEN3, make_tokenizer
 from tests.data.test_chat import encode, learned_text, options, say, trained
 
 NO_INPUTS = TemplateInputs(tools=None, arguments={})
@@ -132,6 +132,16 @@ def test_texts_that_are_searched_for_are_in_order_with_those_of_marks():
     assert [piece.source.message for piece in conversation.pieces] == [0, 1, 2, 3]
     located = [conversation.text[piece.start : piece.end] for piece in conversation.pieces]
     assert located == ["hi", "secret", "so", "a2"]
+
+
+def test_a_long_text_that_the_template_also_writes_itself_is_located_in_its_message():
+    text = "You are made by a cloud."  # the template's default system message
+    chat = ChatTokenizer(make_tokenizer(QWEN2))
+    conversation = Conversation(say(text, "Yes, that is what I am."), chat, NO_INPUTS)
+    assert conversation.text.count(text) == 2
+    question, _ = conversation.pieces
+    assert conversation.text[: question.start].endswith("<|im_start|>user\n")
+    assert conversation.text[question.start : question.end] == text
 
 
 def test_a_text_that_the_template_leaves_out_is_not_searched_for():

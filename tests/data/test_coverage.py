@@ -55,6 +55,17 @@ def test_a_character_that_is_known_at_some_places_of_a_word_alone_is_found(parts
     assert chat.coverage.unknown("q") == ["q"]
 
 
+def test_a_character_that_a_word_keeps_does_not_hide_one_that_is_dropped():
+    """Here "q" is known after other letters only, and "z" nowhere."""
+    vocabulary = {token: i for i, token in enumerate(["a", "##a", "##q"])}
+    words = Tokenizer(models.BPE(vocab=vocabulary, merges=[], continuing_subword_prefix="##"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    chat = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=words))
+    assert chat.decode(chat.tokenize("aq").ids) == "a ##q"
+    with pytest.raises(InputError, match="has no token for 'z' in 'aq az'"):
+        chat.tokenize("aq az")
+
+
 @pytest.mark.parametrize("row", [{"messages": say("q", "a7b")}, {"prompt": "q", "response": "a7b"}])
 def test_a_row_with_a_character_that_would_be_dropped_is_an_error(row):
     chat = ChatTokenizer(lower_case_tokenizer())

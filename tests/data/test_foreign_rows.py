@@ -174,6 +174,7 @@ def test_null_is_a_value_in_arguments_and_schemas_of_json():
         # No column is proposed whose contents are unknown, and none without the question.
         ({"system": "s", "chat": "USER: q ASSISTANT: a"}, "the row has system, chat: name the"),
         ({"chosen": [{"role": "assistant", "content": "a"}], "x": {}}, "chosen, x: name the"),
+        ({"x": [{"role": "system", "content": "s"}, *say("q")]}, "has x: name the column"),
         (
             {"input": [{"role": "user", "content": "q"}], "output": "a"},
             "set data.prompt_key=input data.response_key=output",
@@ -426,9 +427,12 @@ def test_only_columns_of_chats_are_read_from_json_and_a_line_says_so():
 
 def test_an_empty_prompt_is_an_error_with_a_template_too():
     chat = ChatTokenizer(make_tokenizer(QWEN2))
-    settings = options(max_prompt_length=100, truncation="error")
-    (result,) = encode_together([tokenize_prompt({"prompt": " "}, chat, settings)])
-    assert str(result) == "the prompt is empty"
+    settings = options(max_prompt_length=100, truncation="error", teacher_prompt_key=None)
+    unread = {"messages": say("q"), "prompt": " "}
+    rows = [{"prompt": " "}, unread]
+    empty, other = encode_together([tokenize_prompt(row, chat, settings) for row in rows])
+    assert str(empty) == "the prompt is empty"
+    assert "q<|im_end|>" in chat.decode(other["input_ids"])
 
 
 def test_a_message_without_content_is_named_with_its_keys():

@@ -77,6 +77,12 @@ MISPLACED = {
     "too few": ("<image><image>", ["a.png"], "refer to at least 2 images .* which has 1"),
     "too many": ("<image>", ["a.png", "b.png"], "has 2 images, but the messages use only 1"),
     "an index beyond": ([{"type": "image", "index": 2}], ["a.png", "b.png"], "index 2, but .* 2 i"),
+    "an index before": ([{"type": "image", "index": -1}], ["b.png"], "index -1, but .* 1 i"),
+    "one index twice": (
+        [{"type": "image", "index": 0}] * 2,
+        ["a.png", "b.png"],
+        "2 images, but the messages use only 1 of them",
+    ),
     "an index and an image": ([OWN | {"index": 0}], ["b.png"], "both an image and an index"),
     "a text and an image": ([OWN | {"text": "q"}], None, "both text and an image"),
     "a video": ([{"type": "video", "video": "a.mp4"}], None, "is of type video: videos and audio"),

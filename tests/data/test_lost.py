@@ -117,9 +117,11 @@ def test_a_text_that_the_message_has_twice_is_printed_once():
 
 
 def test_parts_of_a_text_are_lost():
-    cut = CHATML.replace("m.content", "m.content | replace('secret word', '')")
-    text = "a long text with a secret word, which the template removes"
-    assert losses(cut, say("q", text)) == {("lost", "content")}
+    text = "some long text with a secret word, which the template removes"
+    for part in ("secret word", "some long", text):
+        cut = CHATML.replace("m.content", f"m.content | replace('{part}', '')")
+        with pytest.raises(InputError, match=f"leaves out content of message 1 .*: '{part[:60]}'"):
+            trained(cut, {"messages": say("q", text)})
     shortened = CHATML.replace("m.content", "m.content | truncate(30, true, '')")
     assert losses(shortened, say("q", text)) == {("lost", "content")}
 
@@ -160,6 +162,8 @@ def test_thinking_that_is_cut_out_of_the_last_answer_is_lost():
     assert losses(QWEN3, messages) == {("earlier", "content")}
     assert losses(QWEN3, say("q", thought, "and now?", thought)) == {("earlier", "content")}
     assert losses(CUTTING, messages[:-1], add_generation_prompt=True) == {("earlier", "content")}
+    # But none cuts it out of the user's texts.
+    assert losses(CUTTING, say(thought, "a", "and now?", "b")) == {("lost", "content")}
 
 
 @pytest.mark.parametrize(
@@ -200,6 +204,39 @@ def test_reasoning_of_earlier_answers_is_only_reported_if_the_template_prints_th
     assert losses(CHATML, messages) == {("lost", "reasoning_content")}
 
 
+def test_reasoning_is_only_dropped_by_design_if_the_template_prints_it_for_a_row_of_its_kind():
+    """A row with a template argument, or with a call, tells nothing about rows without."""
+    condition = "m.reasoning_content and loop.last and (show or m.tool_calls)"
+    content = f"('<think>' + m.reasoning_content if {condition} else '') + m.content"
+    content += " + (m.tool_calls[0].function.name if m.tool_calls else '')"
+    chat_tokenizer = ChatTokenizer(make_tokenizer(CHATML.replace("m.content", f"({content})", 1)))
+
+    def kinds(arguments, **fields):
+        messages = [*say("q"), answer(reasoning_content="let me see", **fields), *say("r", "a")]
+        inputs = TemplateInputs(None, arguments)
+        return {loss.kind for loss in find_losses(Conversation(messages, chat_tokenizer, inputs))}
+
+    shown = {"show": True}
+    assert kinds(shown) == kinds({}, tool_calls=[call("add")]) == {"earlier"}
+    assert kinds({}) == {"lost"}
+    assert kinds(shown) == kinds({}, tool_calls=[call("add")]) == {"earlier"}
+
+
+def test_an_error_about_lost_fields_names_all_of_them_and_those_that_may_be_ignored():
+    messages = [*say("q"), answer(reasoning="let me see", audio={"id": "x"}, name="Bob")]
+    row = {"messages": messages, "tools": [TOOL]}
+    with pytest.raises(InputError) as raised:
+        trained(CHATML, row)
+    message = str(raised.value)
+    assert "leaves out reasoning of message 1 (assistant): 'let me see' (and audio, name" in message
+    assert ", tools). Name a template" in message
+    assert "set data.ignored_fields=[reasoning,audio,name] if the model must not" in message
+    with pytest.raises(InputError) as raised:
+        trained(CHATML, {"messages": say("q", "a"), "tools": [TOOL]})
+    assert "leaves out tools: " in str(raised.value)
+    assert "ignored_fields" not in str(raised.value)
+
+
 def test_roles_that_a_template_skips():
     skipping = CHATML.replace("in messages", "in messages if m.role in ('user', 'assistant')")
     for role in ("system", "developer", "tool"):
@@ -218,10 +255,15 @@ def test_tools_that_are_not_printed():
     assert losses(CHATML, say("q", "a"), [TOOL]) == {("lost", "tools")}
     # The name also stands in a message.
     assert losses(CHATML, say("call add", "a"), [TOOL]) == {("lost", "tools")}
+    in_prompt = losses(CHATML, say("call add"), [TOOL], add_generation_prompt=True)
+    assert in_prompt == {("lost", "tools")}
+    quoted = {"function": TOOL["function"] | {"description": "Adds two numbers."}}
+    assert losses(CHATML, say("add? Adds two numbers.", "a"), [quoted]) == {("lost", "tools")}
     only_names = CHATML + "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
     described = {"function": TOOL["function"] | {"description": "Adds two numbers."}}
     assert not losses(only_names, say("q", "a"), [TOOL])
     assert losses(only_names, say("q", "a"), [described]) == {("lost", "tools")}
+    assert losses(only_names, say("q", "a"), [TOOL, described]) == {("lost", "tools")}
 
 
 def test_descriptions_of_parameters_are_reported_and_no_error():
@@ -231,6 +273,7 @@ def test_descriptions_of_parameters_are_reported_and_no_error():
     only_names = CHATML + "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
     found = losses(only_names, say("q", "a"), [tool])
     assert found == {("unprinted", "descriptions within tools")}
+    assert losses(only_names, say("q", "a"), [TOOL, tool]) == found
     assert not must_be_dropped([Loss(*pair, None, "") for pair in found], "error")
     as_json = CHATML + "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     assert not losses(as_json, say("q", "a"), [tool])
@@ -243,6 +286,12 @@ def test_calls_with_numbers_alone():
         "m.content", "m.content + (m.tool_calls[0].function.name if m.tool_calls else '')"
     )
     assert losses(names, messages) == {("lost", "tool_calls")}
+    # Here only the second call is lost, of which one number also stands in the first.
+    calls = "(m.tool_calls[0] | tojson) + m.tool_calls[1].function.name if m.tool_calls else ''"
+    first = CHATML.replace("m.content", f"m.content + ({calls})")
+    messages[1]["tool_calls"] = [call("add", a=17), call("sub", b=17, c=4)]
+    assert losses(first, messages) == {("lost", "tool_calls")}
+    assert not losses(QWEN2, messages)
 
 
 def test_template_arguments_without_effect():

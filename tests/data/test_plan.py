@@ -223,6 +223,13 @@ def test_groups_that_take_similar_times_are_in_the_same_pass():
     assert total_time([shared], [180], sharing=0.5) == 135
 
 
+@pytest.mark.parametrize("passes_multiple, num_passes", [(1, 2), (2, 2), (3, 3)])
+def test_there_are_no_more_passes_than_their_multiple_requires(passes_multiple, num_passes):
+    costs = [1.0] * 8
+    passes = schedule([50] * 8, costs, 2, 100, lambda size: 1, False, passes_multiple)
+    assert len(passes) == num_passes
+
+
 def test_a_batch_that_needs_twice_the_passes_of_its_token_count_is_planned_fast():
     """Where no two sequences fit into a micro-batch."""
     start = time.process_time()

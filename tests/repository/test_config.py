@@ -445,7 +445,10 @@ def test_arguments_of_argparse_and_hydra_are_answered_with_the_form_to_use(argum
     ],
 )
 def test_a_pair_with_spaces_or_dashes_is_answered_with_the_form_to_use(arguments, message):
-    assert told("sft", *arguments) == f"{message}; arguments are YAML files and key=value pairs"
+    usage = "; arguments are YAML files and key=value pairs"
+    assert told("sft", *arguments) == message + usage
+    with_another = told("sft", *arguments, "--verbose")
+    assert with_another == f"{message}\n--verbose: --help lists the keys{usage}"
 
 
 @pytest.mark.slow
