@@ -484,6 +484,23 @@ def test_muon_keeps_small_updates():
     assert along(moved(torch.bfloat16, NEAREST), expected) < 0.5
 
 
+def test_muon_rounds_with_other_bits_in_each_step():
+    start, (gradient, *_) = start_and_gradients(1)
+    parameter = torch.nn.Parameter(start.bfloat16())
+    optimizer = make_optimizer("muon", [parameter], STORAGES["bfloat16"][1])
+    optimizer.param_groups[0].update(lr=1e-5, momentum=0.0)
+    parameter.grad = gradient.bfloat16()
+    results = []
+    for _ in range(3):
+        parameter.data.copy_(start)  # so that all steps compute the same numbers before rounding
+        optimizer.step()
+        results.append(parameter.detach().clone())
+    first, second, third = results
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, third)
+    assert not torch.equal(second, third)
+
+
 @pytest.mark.slow
 def test_compiled_bits_are_the_same():
     key = torch.tensor(noise_key(0, 1, 0))

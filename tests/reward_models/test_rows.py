@@ -270,6 +270,25 @@ def test_the_padding_of_an_export_is_the_tokenizers_unless_rows_end_with_it(
     assert padding_id == id_of(expected)
 
 
+def test_the_padding_of_an_export_is_no_token_that_validation_rows_end_with(
+    process_group, tmp_path
+):
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = "x"
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(PAIR) + "\n")
+    datasets = []
+    for end in ("", "x"):
+        tokenizer.chat_template += end
+        path = tokenize_rewards(str(file), tokenizer, options_of(), tmp_path / "cache", tmp_path)
+        datasets.append(RewardDataset.load(path))
+    training, validation = datasets
+    make_model(tmp_path / "model", "qwen3", vocab_size=len(tokenizer), pad_token_id=0)
+    config = load("rm.yaml", [f"model.path={tmp_path}/model", f"data.train_files={file}"])
+    assert choose_padding(config, tokenizer, [training]) == tokenizer.pad_token_id
+    assert choose_padding(config, tokenizer, [training, validation]) == 0
+
+
 def test_a_later_row_that_the_template_rejects_is_named(tmp_path):
     """Every row is rendered, not only the first."""
     tokenizer = make_tokenizer()

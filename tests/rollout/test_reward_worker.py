@@ -1,6 +1,7 @@
 """The program of a reward worker: how it calls functions, and what it reports about them."""
 
 import os
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -76,9 +77,9 @@ def in_this_process(folder: Path, function: str) -> RewardFunction:
     return RewardFunction(settings)
 
 
-def check(function: RewardFunction, row: dict) -> dict:
-    request = {"check": True, "prompts": [""], "responses": [""], "rows": [row], "columns": []}
-    return function.respond(request)
+def check(function: RewardFunction, row: dict, columns: Sequence[str] = ()) -> dict:
+    request = {"check": True, "prompts": [""], "responses": [""], "rows": [row]}
+    return function.respond({**request, "columns": [*columns]})
 
 
 def test_an_async_call_ends_alone_whatever_it_raises(make):
@@ -126,6 +127,13 @@ def test_a_check_calls_only_functions_that_are_built_in(make, tmp_path):
     error = check(in_this_process(tmp_path, "math"), {"answer": ""})["error"]
     assert error.startswith("reward.function=math: math-verify cannot read the row's answer")
     assert check(in_this_process(tmp_path, "math"), {"answer": "5"}) == {"notice": ""}
+
+
+def test_a_parameter_keeps_its_default_if_no_row_has_its_column(tmp_path):
+    function = in_this_process(tmp_path, "lenient")
+    assert check(function, {})["notice"].endswith("score.py:lenient: answer keeps its default")
+    assert check(function, {"answer": 5}) == {"notice": ""}
+    assert check(function, {}, ["answer"]) == {"notice": ""}, "a later row has the column"
 
 
 def test_a_check_reports_what_a_row_lacks(make):

@@ -174,8 +174,10 @@ def test_a_call_whose_time_is_up_while_another_one_ends_is_not_blamed(make_pool)
 def test_the_order_of_parts_does_not_matter(make_pool):
     rewards = [Reward(3.0, {"b": 1.0, "a": 2.0}), Reward(3.0, {"a": 1.0, "b": 2.0})]
     pool = make_pool(1)
-    items = [("prompt", "response", {})] * 3
-    other = Reward(1.0, {"a": 1.0})
-    *checked, failure = pool.check_parts(items, [*rewards, other])
+    items = [("prompt", "response", {})] * 4
+    fewer = Reward(1.0, {"a": 1.0})
+    more = Reward(6.0, {"a": 1.0, "b": 2.0, "c": 3.0})
+    *checked, lacks_one, has_one_more = pool.check_parts(items, [*rewards, fewer, more])
     assert checked == rewards
-    assert failure.trace == "the function returned the parts a, but at first a, b"
+    assert lacks_one.trace == "the function returned the parts a, but at first a, b"
+    assert has_one_more.trace == "the function returned the parts a, b, c, but at first a, b"

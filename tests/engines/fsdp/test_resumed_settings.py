@@ -64,6 +64,18 @@ def test_the_configuration_wins_over_the_checkpoint(folder, name):
     assert train(unchanged, range(2, 4)) != continued
 
 
+def test_the_configuration_wins_in_every_optimizer_of_an_engine(folder):
+    """With Muon, AdamW updates what is not a hidden matrix."""
+    saved = make_engine(folder, "optim.name=muon")
+    train(saved, range(1))
+    resumed = make_engine(folder, "optim.name=muon", "optim.weight_decay=0.3")
+    resumed.load_state(saved.state())
+    muon, adamw = resumed.optimizers
+    assert muon.param_groups[0]["weight_decay"] == 0.3
+    assert adamw.param_groups[0]["weight_decay"] == 0.3
+    assert adamw.param_groups[1]["weight_decay"] == 0, "of norms"
+
+
 def test_state_that_an_own_optimizer_keeps_in_its_groups_is_loaded(folder, tmp_path):
     file = tmp_path / "own.py"
     file.write_text(OWN_OPTIMIZER)
