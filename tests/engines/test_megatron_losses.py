@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -174,6 +175,27 @@ def test_every_micro_batch_adds_to_the_loss_of_a_step(reports):
 def test_without_layers_ahead_there_is_no_loss_of_them():
     assert MTPLoss.begin(make_batch(), 0, 0.3, lambda counts: counts) is None
     assert MTPLoss.begin(make_batch(), 3, 0.3, lambda counts: counts).num_targets[2] == 1
+
+
+def metrics_of_rank() -> dict[str, float]:
+    """Return the metrics of a step in which the ranks have 1, 2, 4 and 8 as their sums."""
+    needed = ["model_engine=megatron", "model.path=m", "data.train_files=t"]
+    layout = ["engine.pipeline_model_parallel_size=2", "engine.context_parallel_size=2"]
+    create_groups(load("sft.yaml", [*needed, *layout]))
+    sums = torch.tensor([2.0 ** dist.get_rank()])
+    mtp = MTPLoss(torch.ones(1), 1.0, sums)
+    step_loss = StepLoss(loss_fn, StubOutputs(), lambda group: True, CPU, mtp)
+    step_loss.amounts["loss"] += sums.squeeze()
+    return step_loss.reduce_metrics(
+        lambda totals: 10 * totals, mpu.get_pipeline_model_parallel_group()
+    )
+
+
+def test_the_last_stage_knows_the_losses_and_tells_the_other_stages(tmp_path):
+    """Ranks 2 and 3 are the last stage, and share all sequences."""
+    found = on_ranks(4, tmp_path, metrics_of_rank)
+    mtp_loss = {"mtp/loss_1": 4.0 + 8.0}
+    assert found == 2 * [{"loss": 40.0, **mtp_loss}, {"loss": 80.0, **mtp_loss}]
 
 
 # -- gradients of stages ---------------------------------------------------------------------------
