@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from common.counting import count_of
 from config import InputError
 
 ALL = -1
@@ -98,8 +99,9 @@ class Selection:
         if self.val_size:
             settings.append(f"data.val_size={self.val_size}")
         purpose = "validated" if self.limit_key == "val_max_samples" else "trained on"
+        verb = "is" if num_rows == 1 else "are"
         return (
-            f"{num_rows:,} rows of {self.files} are {purpose}, chosen at random "
+            f"{count_of(num_rows, 'row')} of {self.files} {verb} {purpose}, chosen at random "
             f"({', '.join(settings)})"
         )
 

@@ -78,6 +78,11 @@ def test_a_selection_describes_its_purpose_and_the_key_that_limits_it(rows_of, c
     assert description.endswith(f"(data.{limit}{split})")
 
 
+def test_a_selection_of_one_row_is_described_in_the_singular():
+    description = training_rows(settings(train_max_samples=1)).describe(1)
+    assert description.startswith("1 row of t is trained on, chosen at random (")
+
+
 def test_only_a_selection_of_some_rows_has_settings_that_tokens_depend_on():
     assert Selection("t").settings == validation_rows(settings(val_files="v")).settings == []
     data = settings(val_size=5, train_max_samples=7)

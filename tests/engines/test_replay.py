@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from config import InputError, load
+from data.batching.batch import Batch, make_cu_seqlens
 from engines.fsdp.engine import FSDPEngine
 from engines.model.replay import ReplayedChoice, RoutingReplay, sends_to
-from engines.model.routes import Mismatch, no_route, replayed, route_dtype
+from engines.model.routes import FIELD, Mismatch, no_route, replayed, route_dtype
 from tests.engines.test_weights import loaded
 from tests.support.models import make_model
 
@@ -118,10 +119,37 @@ def test_every_expert_and_the_mark_of_a_missing_route_have_different_numbers():
         assert num_experts - 1 < no_route(route_dtype(num_experts))
 
 
+def make_engine(model: Path, *settings: str) -> FSDPEngine:
+    needed = [f"model.path={model}", "data.train_files=unused", "rollout.routing_replay=true"]
+    config = load("ppo.yaml", [*needed, "engine.compute_dtype=float32", *settings])
+    return FSDPEngine(config, CPU, total_steps=3)
+
+
+def test_each_step_counts_its_own_mismatches(model):
+    engine = make_engine(model, "optim.lr=1e-30")  # so that the routers stay as they are
+    num_layers = engine.hf_config.num_hidden_layers
+    k = engine.hf_config.num_experts_per_tok
+    cu_seqlens = make_cu_seqlens(torch.tensor([NUM_TOKENS]))
+    plan = engine.plan([NUM_TOKENS])
+
+    def share_of_mismatches(step: int, first_expert: int) -> float:
+        experts = torch.arange(first_expert, first_expert + k, dtype=torch.uint8)
+        routes = experts.repeat(NUM_TOKENS, num_layers, 1)
+        batch = Batch(torch.arange(NUM_TOKENS), cu_seqlens, {FIELD: routes})
+        metrics = engine.train_batch(
+            batch, lambda log_probs, *_: (log_probs.sum(), {}), step, plan.micro_batches
+        )
+        return metrics["routing_mismatch"]
+
+    first = share_of_mismatches(0, first_expert=0)
+    other = share_of_mismatches(1, first_expert=1)
+    again = share_of_mismatches(2, first_expert=0)
+    assert other != first
+    assert again == first
+
+
 def test_the_check_at_the_start_leaves_nothing_on_the_experts(model):
-    settings = ["rollout.routing_replay=true", "engine.compute_dtype=float32"]
-    config = load("ppo.yaml", [f"model.path={model}", "data.train_files=unused", *settings])
-    engine = FSDPEngine(config, CPU, total_steps=1)
+    engine = make_engine(model)
     blocks = [module for module in engine.hf.modules() if hasattr(module, "experts")]
     assert len(blocks) == engine.hf_config.num_hidden_layers
     assert not any(block.experts._forward_pre_hooks for block in blocks)
