@@ -13,12 +13,12 @@ from data.prompts import Prompt
 from engines.heads import Head
 from engines.teacher import NUMBER
 from rl import roles as roles_module, updates
-from tests.rl.test_roles import RecordingRollout, make_roles, make_share  # noqa: F401 (fixture)
+from tests.rl.recording import RecordingRollout, make_share
 from tests.support.ranks import on_ranks
 from tests.support.samples import make_samples, whole
 
 
-def test_a_reward_model_is_built_frozen_with_a_value_head(make_roles, monkeypatch):  # noqa: F811
+def test_a_reward_model_is_built_frozen_with_a_value_head(make_roles, monkeypatch):
     built = []
     monkeypatch.setattr(roles_module, "RewardModel", lambda *values: built.append(values) or "it")
     settings = ["reward.model.path=judge", "offload.reference=true"]
@@ -32,7 +32,7 @@ def test_a_reward_model_is_built_frozen_with_a_value_head(make_roles, monkeypatc
     assert "parameters" not in engine.on_device
 
 
-def test_an_adapter_is_probed_around_its_way_to_vllm(make_roles):  # noqa: F811
+def test_an_adapter_is_probed_around_its_way_to_vllm(make_roles):
     """The trainer computes while its parameters are on the device, and vLLM when it is awake."""
     roles = make_roles(6, device="cuda")
     roles.actor.onload()
@@ -55,7 +55,7 @@ def test_an_adapter_is_probed_around_its_way_to_vllm(make_roles):  # noqa: F811
     assert rollout.calls == ["adapter"]
 
 
-def test_stages_without_their_model_do_nothing(make_roles):  # noqa: F811
+def test_stages_without_their_model_do_nothing(make_roles):
     roles = make_roles(6, "algorithm.adv_estimator=grpo")
     share = make_share()
     roles.compute_log_probs(share, 0)
@@ -67,14 +67,14 @@ def test_stages_without_their_model_do_nothing(make_roles):  # noqa: F811
 
 
 @pytest.mark.parametrize("used, metric", [(None, "perf/memory_peak_gib"), (3.5, "perf/memory_tr")])
-def test_memory_is_that_of_all_processes_on_a_device(make_roles, monkeypatch, used, metric):  # noqa: F811
+def test_memory_is_that_of_all_processes_on_a_device(make_roles, monkeypatch, used, metric):
     monkeypatch.setattr(roles_module, "used_gib", lambda device: used)
     ((name, value), *_) = make_roles(6).memory().items()
     assert name.startswith(metric)
     assert used in (None, value)
 
 
-def test_a_policy_is_exported_under_the_name_of_its_base(make_roles, monkeypatch, tmp_path):  # noqa: F811
+def test_a_policy_is_exported_under_the_name_of_its_base(make_roles, monkeypatch, tmp_path):
     exported = []
     monkeypatch.setattr(roles_module, "export_hf", lambda *values: exported.append(values))
     roles = make_roles(6)
@@ -84,7 +84,7 @@ def test_a_policy_is_exported_under_the_name_of_its_base(make_roles, monkeypatch
 
 
 @pytest.mark.parametrize("has_prompts", [False, True])
-def test_a_step_is_divided_with_the_prompts_that_teachers_see(make_roles, monkeypatch, has_prompts):  # noqa: F811
+def test_a_step_is_divided_with_the_prompts_that_teachers_see(make_roles, monkeypatch, has_prompts):
     divided = []
     monkeypatch.setattr(roles_module, "divide", lambda *values: divided.append(values) or "share")
     settings = ["algorithm.distill.teachers={a: x, b: y}", "algorithm.distill.teacher_key=t"]
@@ -108,7 +108,7 @@ def test_a_step_is_divided_with_the_prompts_that_teachers_see(make_roles, monkey
 
 
 @pytest.mark.parametrize("is_partial", [False, True])
-def test_a_step_draws_from_batches_or_from_open_groups(make_roles, monkeypatch, is_partial):  # noqa: F811
+def test_a_step_draws_from_batches_or_from_open_groups(make_roles, monkeypatch, is_partial):
     """The sampler of open groups is started once."""
     settings = ["data.train_batch_size=2"]
     if is_partial:

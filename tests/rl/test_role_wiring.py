@@ -8,12 +8,11 @@ import torch
 
 from rl import roles as roles_module
 from rollout.partial.groups import Counters, OpenGroup, OpenResponse, to_bytes
-from tests.rl.test_roles import (  # noqa: F401 (fixture)
+from tests.rl.recording import (
     GAE,
     REFERENCE,
     RecordingEngine,
     RecordingRollout,
-    make_roles,
     make_share,
 )
 from tests.support.samples import make_samples
@@ -22,12 +21,12 @@ PARTIAL = ["rollout.partial.enable=true", "algorithm.rollout_is=token"]
 
 
 @pytest.mark.parametrize("dtype, must_check", [("fp8", True), ("auto", False)])
-def test_a_kv_cache_in_fp8_has_to_be_checked_after_each_start(make_roles, dtype, must_check):  # noqa: F811
+def test_a_kv_cache_in_fp8_has_to_be_checked_after_each_start(make_roles, dtype, must_check):
     assert make_roles(6, f"rollout.kv_cache_dtype={dtype}").must_check_kv_cache == must_check
 
 
 def test_vllm_whose_frozen_weights_the_actor_shares_is_built_before_all_engines(
-    make_roles,  # noqa: F811
+    make_roles,
     monkeypatch,
 ):
     asked = []
@@ -54,20 +53,20 @@ def test_vllm_whose_frozen_weights_the_actor_shares_is_built_before_all_engines(
     assert built == [num_before], "it is built once"
 
 
-def test_without_shared_weights_the_actor_reads_its_own(make_roles):  # noqa: F811
+def test_without_shared_weights_the_actor_reads_its_own(make_roles):
     roles = make_roles(6)
     assert roles.rollout is None
     assert roles.actor.options["shared_weights"] is None
 
 
-def test_only_an_adapter_is_probed(make_roles, monkeypatch):  # noqa: F811
+def test_only_an_adapter_is_probed(make_roles, monkeypatch):
     monkeypatch.setattr(roles_module.probe, "Probe", lambda config: ("probe", config.model.path))
     assert make_roles(6).probe is None
     settings = ["model.lora.rank=4", "rollout.share_base=never"]
     assert make_roles(6, *settings).probe == ("probe", "unused")
 
 
-def test_engines_are_built_in_the_order_of_their_roles(make_roles, monkeypatch):  # noqa: F811
+def test_engines_are_built_in_the_order_of_their_roles(make_roles, monkeypatch):
     """Each with the path of its role, and teachers in the order of their names."""
     monkeypatch.setattr(roles_module, "RewardModel", lambda config, engine, offloaded: engine)
     teachers = ["algorithm.distill.teachers={b: wise, a: old}"]
@@ -82,7 +81,7 @@ def test_engines_are_built_in_the_order_of_their_roles(make_roles, monkeypatch):
     assert not any(engine.options["optimize"] for engine in engines[2:])
 
 
-def test_teachers_leave_the_device_as_the_reference_does(make_roles):  # noqa: F811
+def test_teachers_leave_the_device_as_the_reference_does(make_roles):
     """Also those that are kept on the device while trained engines leave it, and the reverse."""
     distill = ["algorithm.distill.teacher=wise", "offload.parameters=false"]
     distill += ["offload.optimizer=false", "offload.reference=true"]
@@ -100,7 +99,7 @@ def open_group(number: int, num_tokens: int) -> OpenGroup:
 
 
 def test_groups_of_a_checkpoint_count_among_those_that_the_rest_of_the_run_trains(
-    make_roles,  # noqa: F811
+    make_roles,
     monkeypatch,
 ):
     """Of 30 groups, 3 were dropped, 2 are open and so 25 were trained before step 4 of 6."""
@@ -118,7 +117,7 @@ def test_groups_of_a_checkpoint_count_among_those_that_the_rest_of_the_run_train
 
 @pytest.mark.parametrize("on_stale, finishes_old", [("finish", True), ("drop", False)])
 def test_old_groups_are_finished_or_dropped_as_configured(
-    make_roles,  # noqa: F811
+    make_roles,
     monkeypatch,
     on_stale,
     finishes_old,
@@ -136,7 +135,7 @@ def test_old_groups_are_finished_or_dropped_as_configured(
     assert sampler.continuing is roles.rollout
 
 
-def test_open_groups_are_saved_with_a_checkpoint(make_roles):  # noqa: F811
+def test_open_groups_are_saved_with_a_checkpoint(make_roles):
     roles = make_roles(6)
     roles.rollout = RecordingRollout({})
     roles.partial = SimpleNamespace(state=lambda: {"open": b"groups"})
@@ -146,7 +145,7 @@ def test_open_groups_are_saved_with_a_checkpoint(make_roles):  # noqa: F811
 
 
 def test_vllm_stays_awake_after_a_validation_without_a_reward_model(
-    make_roles,  # noqa: F811
+    make_roles,
     monkeypatch,
 ):
     """The step that follows generates with the same weights. Before it, vLLM is woken up."""
@@ -166,7 +165,7 @@ def test_vllm_stays_awake_after_a_validation_without_a_reward_model(
     assert roles.rollout.calls == []
 
 
-def test_the_actor_is_taught_during_its_update_and_not_after_it(make_roles, monkeypatch):  # noqa: F811
+def test_the_actor_is_taught_during_its_update_and_not_after_it(make_roles, monkeypatch):
     """With several teachers, the sums of divergences then become means."""
     settings = ["algorithm.distill.teachers={a: x, b: y}", "algorithm.ppo_epochs=2"]
     roles = make_roles(6, *settings)
@@ -195,7 +194,7 @@ def test_the_actor_is_taught_during_its_update_and_not_after_it(make_roles, monk
     assert metrics["actor/loss"] == 1.0
 
 
-def test_both_updates_take_the_configured_passes_in_a_stage_of_their_own(make_roles):  # noqa: F811
+def test_both_updates_take_the_configured_passes_in_a_stage_of_their_own(make_roles):
     """A loop of one's own passes once, unless it says otherwise."""
     roles = make_roles(6, GAE, "algorithm.ppo_epochs=3", "critic.warmup_steps=1")
     share = make_share()
