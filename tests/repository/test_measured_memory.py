@@ -299,4 +299,4 @@ def test_the_memory_of_grpo_is_near_the_measured_one(models):
             num_bytes = plans[name].generation_bytes()
         tolerance = EXCEPTIONS.get((name, column), TOLERANCE)
         assert num_bytes / GIB == pytest.approx(measured, rel=tolerance), f"{label}: {column}"
-    assert len(measurements) == 11
+    assert len(measurements) == 12
