@@ -119,6 +119,8 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     # Exit through the finally clauses, which end the processes that were started.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    if arguments.directory is not None:
+        arguments.directory.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="soak", dir=arguments.directory))
     make_assets(directory)
     print(f"seed {arguments.seed}, in {directory}", flush=True)
