@@ -1,5 +1,6 @@
 """The loop slurm: jobs of examples/slurm that are stopped, cancelled, or lose a node."""
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -157,6 +158,11 @@ def run_round(loop: Loop, job: Job, way: str, expected: dict[str, object]) -> li
 
 
 def stopped_steps(log: str) -> set[int]:
-    """Return the steps after which a signal stopped the run."""
-    words = "stopped by a signal after step "
-    return {int(part.split()[0].strip(",.;:")) for part in log.split(words)[1:]}
+    """Return the steps after which a signal stopped the run.
+
+    Slurm may kill a process after it has saved its last step and before it says that it has
+    stopped. So the steps from which the run was resumed count, too.
+    """
+    ends = [part.split()[0] for part in log.split("stopped by a signal after step ")[1:]]
+    starts = re.findall(r"^resuming from .*: step (\d+) of ", log, re.MULTILINE)
+    return {int(step.strip(",.;:")) for step in (*ends, *starts)}
