@@ -16,6 +16,7 @@ from rl.functions import (
     FUNCTIONS,
     AdvantageInputs,
     PolicyLossInputs,
+    built_in_readers,
     call,
     call_estimator,
     check_shapes,
@@ -149,7 +150,7 @@ def check_estimator_teaches(config: DictConfig) -> None:
     is_built_in = name in FUNCTIONS["adv_estimator"].built_in
     if not is_built_in or reads_tokens(config) or config.algorithm.distill.only:
         return
-    if n == 1:
+    if n == 1 and name in built_in_readers("adv_estimator", "group"):
         raise InputError(
             f"algorithm.adv_estimator={name} with rollout.n=1 learns nothing: it compares the "
             "responses to the same prompt. Set rollout.n=2 or more, or choose an estimator without "
