@@ -76,11 +76,13 @@ def load(defaults: str, arguments: list[str]) -> DictConfig:
         raise_all(problems)
         config = copy_of_defaults(defaults, engine)
         config.merge_with(*layers)
-        raise_all(paths.expand_braced(config))
-        OmegaConf.resolve(config)
+        values = flatten(config)
+        if paths.has_interpolation(values):
+            raise_all(paths.expand_braced(config, values))
+            OmegaConf.resolve(config)
+            values = flatten(config)
     except OmegaConfBaseException as error:
         raise InputError(omegaconf_problem(error)) from None
-    values = flatten(config)
     problems = paths.expand(config, values)
     raise_all(problems + value_problems(values | left_open(layers), known_keys))
     OmegaConf.set_readonly(config, True)

@@ -5,7 +5,9 @@
 engine.context_parallel_size=auto saves communication by leaving short sequences on one rank. This
 measures how much there is to save: the same sequences in one pass, divided over ranks ("alone"),
 or each of them shared by all ranks ("shared"). A rank computes the same number of tokens and FLOPs
-in both.
+in both. The last line is the setting with which plans count these costs. Choose the shape that is
+closest to your model, the same layout, and --tokens from a few up to
+data.max_tokens_per_micro_batch.
 
 Arguments: a shape of benchmarks/shapes.py, then key=value pairs of configs/sft.yaml. The time of a
 pass, forward and backward, is the time that --passes extra passes add to a step, divided by their
@@ -37,6 +39,9 @@ from data.batching.batch import Batch, make_cu_seqlens
 from engines.base import Engine
 from engines.build import engine_class
 from engines.parallel import device
+
+# A pass of at least so many times the least time is limited by its work.
+LONGER = 1.25
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,53 @@ def seconds_of_pass(engine: Engine, work: Work, arguments: argparse.Namespace) -
     return median(seconds[1:])
 
 
+@dataclass(frozen=True)
+class Row:
+    """The time of a pass.
+
+    Attributes:
+        num_tokens: tokens of each rank.
+        cost: the work of each rank, see cost_of_length() in engines/model/flops.py.
+    """
+
+    num_tokens: int
+    cost: float
+    seconds_alone: float
+    seconds_shared: float
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds_shared / self.seconds_alone
+
+    @property
+    def speed(self) -> float:
+        return self.cost / self.seconds_alone
+
+
+def costs_setting(rows: list[Row]) -> str:
+    """Return engine.context_parallel_costs as measured.
+
+    The least times are those of the fastest passes. The largest pass determines the speed, and how
+    much sharing slows it down, unless it takes hardly longer than it takes to start.
+    """
+    if min(min(row.seconds_alone, row.seconds_shared) for row in rows) <= 0:
+        return "no setting: longer steps took less time than shorter ones; raise --passes"
+    smallest = min(rows, key=lambda row: row.num_tokens)
+    largest = max(rows, key=lambda row: row.num_tokens)
+    if largest.speed < LONGER * smallest.speed:
+        return (
+            "no setting: even the smallest pass takes longer than its start; add smaller --tokens"
+        )
+    alone = min(row.seconds_alone for row in rows)
+    shared = max(alone, min(row.seconds_shared for row in rows))
+    is_limited_by_work = (
+        largest.seconds_alone > LONGER * alone and largest.seconds_shared > LONGER * shared
+    )
+    slowdown = max(0.0, largest.ratio - 1) if is_limited_by_work else 0.0
+    numbers = f"{largest.speed / 1e12:.3g},{1e3 * alone:.1f},{1e3 * shared:.1f},{slowdown:.2f}"
+    return f"engine.context_parallel_costs=[{numbers}]"
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("shape", choices=SHAPES)
@@ -121,21 +173,29 @@ def main() -> None:
     ]
     config = load("sft.yaml", settings)
     engine = engine_class(config.model_engine)(config, this_device, total_steps=1000)
+    rows = []
     for num_tokens in arguments.tokens:
         length = num_tokens // arguments.count
         alone = Work(1, length, arguments.count)
         shared = Work(num_ranks, length, arguments.count * num_ranks)
-        seconds_alone = seconds_of_pass(engine, alone, arguments)
-        seconds_shared = seconds_of_pass(engine, shared, arguments)
+        row = Row(
+            num_tokens,
+            arguments.count * engine.cost(length),
+            seconds_of_pass(engine, alone, arguments),
+            seconds_of_pass(engine, shared, arguments),
+        )
+        rows.append(row)
         if is_first_rank:
             print_row(
                 arguments.shape,
                 num_ranks,
                 num_tokens,
-                f"{1e3 * seconds_alone:.1f}",
-                f"{1e3 * seconds_shared:.1f}",
-                f"{seconds_shared / seconds_alone:.2f}",
+                f"{1e3 * row.seconds_alone:.1f}",
+                f"{1e3 * row.seconds_shared:.1f}",
+                f"{row.ratio:.2f}",
             )
+    if is_first_rank and num_ranks > 1:
+        print(f"\n{costs_setting(rows)}", flush=True)
     device.shutdown()
 
 

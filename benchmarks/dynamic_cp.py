@@ -10,11 +10,13 @@ This compares engine.context_parallel_size=auto with fixed sizes. A step has --s
 sequences per rank, whose lengths are log-normal between --shortest and --longest tokens. Each rank
 has room for --cap tokens; n ranks that share have room for n times as many.
 
-Simulated: the share of the ranks' time that is used, if a pass takes as long as the rank with most
-FLOPs, and sharing costs nothing. Measured: FSDP2 (or model_engine=megatron) takes the same steps
-with each value in turn, and then takes all of them again: the first time, new lengths may compile
-kernels, open connections between ranks, and allocate memory. Fixed numbers of ranks that cannot
-hold the longest sequence are left out. Prints a Markdown table.
+Simulated: the share of the ranks' time that is used, if a pass takes as long as its busiest rank. A
+rank's time is that of its FLOPs, where those of attention take longer than others. Sharing costs
+nothing, unless --costs has the numbers of engine.context_parallel_costs for the one shape of
+--shapes. Measured: FSDP2 (or model_engine=megatron) takes the same steps with each value in turn,
+and then takes all of them again: the first time, new lengths may compile kernels, open connections
+between ranks, and allocate memory. Fixed numbers of ranks that cannot hold the longest sequence are
+left out. Prints a Markdown table.
 """
 
 import argparse
@@ -36,7 +38,6 @@ from transformers import AutoConfig
 from benchmarks.harness import (
     MODELS,
     add_settings,
-    flops_of_lengths,
     make_parser,
     model_settings,
     print_header,
@@ -45,15 +46,17 @@ from benchmarks.harness import (
 from benchmarks.shapes import SHAPES, make_model
 from config import load
 from data.batching.batch import Batch, make_cu_seqlens
-from data.batching.groups import schedule
+from data.batching.groups import PassRules, schedule
 from data.batching.packing import pack, partition, split_micro_batches
-from data.batching.plan import Plan
+from data.batching.plan import Group, PassCosts, Plan, total_time
 from engines.base import Engine
 from engines.build import engine_class
 from engines.parallel import device
+from engines.pass_costs import measured_costs
 
 SIGMA = 1.3  # of the log-normal distribution of lengths
 LARGEST_FIXED = 16  # ranks that share all sequences, simulated
+COSTS_KEY = "engine.context_parallel_costs="
 MEASURED_SIZES = (1, 2, 4, 8)
 # Tokens, unless options say otherwise.
 MEASURED_DEFAULTS = {"median": 3072, "longest": 32768, "cap": 16384}
@@ -70,18 +73,23 @@ def draw_lengths(arguments: argparse.Namespace, num_ranks: int, seed: int) -> li
 # ---- simulated ----
 
 
-def flops_of_shape(shape: str) -> Callable[[int], float]:
-    """Return a function that maps the length of a sequence to its FLOPs."""
-    from engines.model.flops import count_flops
+def cost_of_shape(shape: str) -> Callable[[int], float]:
+    """Return a function that maps the length of a sequence to its time, as FLOPs."""
+    from engines.model.flops import cost_of_length, count_flops
     from engines.model.hf import build_on_meta
 
     config = AutoConfig.for_model("qwen2", **SHAPES[shape].settings())
     flops = count_flops(build_on_meta(config, torch.float32), config)
-    return lambda length: flops_of_lengths(flops, [length])
+    return lambda length: cost_of_length(flops, length)
 
 
 def fixed_efficiency(
-    lengths: list[int], costs: list[float], num_ranks: int, size: int, cap: int
+    lengths: list[int],
+    costs: list[float],
+    num_ranks: int,
+    size: int,
+    cap: int,
+    pass_costs: PassCosts,
 ) -> float | None:
     """Return the share of time that is used with groups of one size, divided as engines divide.
 
@@ -95,16 +103,15 @@ def fixed_efficiency(
         share_lengths = [lengths[i] for i in share]
         packed_shares.append(pack(share_lengths, cap * size))
     num_passes = max(len(micro_batches) for micro_batches in packed_shares)
-    costs_of_shares = []
-    for share, micro_batches in zip(shares, packed_shares):
+    groups_of_shares = []
+    for number, (share, micro_batches) in enumerate(zip(shares, packed_shares)):
         share_lengths = [lengths[i] for i in share]
-        share_costs = []
+        groups = []
         for members in split_micro_batches(micro_batches, num_passes, share_lengths):
-            share_costs.append(sum(costs[share[i]] for i in members))
-        costs_of_shares.append(share_costs)
-    # All groups wait for the slowest in every pass.
-    duration = sum(max(pass_costs) for pass_costs in zip(*costs_of_shares))
-    return sum(costs) / len(shares) / duration
+            groups.append(Group(number * size, size, [share[i] for i in members]))
+        groups_of_shares.append(groups)
+    passes = [[*groups] for groups in zip(*groups_of_shares)]
+    return sum(costs) / num_ranks / total_time(passes, costs, pass_costs)
 
 
 def simulate(arguments: argparse.Namespace) -> None:
@@ -120,11 +127,11 @@ def simulate(arguments: argparse.Namespace) -> None:
         *(f"fixed {size}" for size in sizes),
     )
     for shape in arguments.shapes:
-        flops = flops_of_shape(shape)
+        cost_of_length = cost_of_shape(shape)
         for num_ranks in arguments.ranks:
             lengths = draw_lengths(arguments, num_ranks, seed=0)
-            costs = [flops(length) for length in lengths]
-            print_simulation(shape, num_ranks, lengths, costs, arguments.cap, sizes)
+            costs = [cost_of_length(length) for length in lengths]
+            print_simulation(shape, num_ranks, lengths, costs, sizes, arguments)
 
 
 def print_simulation(
@@ -132,24 +139,33 @@ def print_simulation(
     num_ranks: int,
     lengths: list[int],
     costs: list[float],
-    cap: int,
     sizes: Sequence[int],
+    arguments: argparse.Namespace,
 ) -> None:
-    """Print a row of the table. costs: FLOPs of each sequence."""
+    """Print a row of the table. costs: the time of each sequence, in any unit."""
+    cap = arguments.cap
+    pass_costs = PassCosts()
+    rules = PassRules()
+    if arguments.costs:
+        pass_costs = measured_costs(*arguments.costs)
+        rules = PassRules(costs=pass_costs)
     start = time.perf_counter()
-    passes = schedule(lengths, costs, num_ranks, cap, multiple=lambda size: 1)
+    passes = schedule(lengths, costs, num_ranks, cap, multiple=lambda size: 1, rules=rules)
     plan = Plan.of(passes, 0, lengths, costs)
     seconds = time.perf_counter() - start
     num_tokens = sum(lengths)
     shares = [
         f"{amount / num_tokens:.0%}" for name, amount in plan.metrics.items() if "/cp_" in name
     ]
-    efficiencies = [fixed_efficiency(lengths, costs, num_ranks, size, cap) for size in sizes]
+    efficiency_of_auto = sum(costs) / num_ranks / total_time(passes, costs, pass_costs)
+    efficiencies = []
+    for size in sizes:
+        efficiencies.append(fixed_efficiency(lengths, costs, num_ranks, size, cap, pass_costs))
     print_row(
         shape,
         num_ranks,
         len(lengths),
-        f"{plan.metrics['perf/plan_efficiency']:.1%}",
+        f"{efficiency_of_auto:.1%}",
         ", ".join(shares[:6]),
         f"{1e3 * seconds:.0f}",
         *("-" if efficiency is None else f"{efficiency:.1%}" for efficiency in efficiencies),
@@ -217,12 +233,16 @@ def measured_ways(arguments: argparse.Namespace, num_ranks: int) -> list[str]:
 
 def load_config(arguments: argparse.Namespace, way: str) -> DictConfig:
     cap = arguments.cap if way == "auto" else arguments.cap * int(way)
+    settings_of_run = arguments.settings
+    if way != "auto":
+        # Fixed sizes reject the costs of a pass, since they have no use for them.
+        settings_of_run = [pair for pair in settings_of_run if not pair.startswith(COSTS_KEY)]
     settings = [
         *model_settings(arguments.models / arguments.measure),
         f"data.train_batch_size={dist.get_world_size()}",
         f"data.max_tokens_per_micro_batch={cap}",
         f"engine.context_parallel_size={way}",
-        *arguments.settings,
+        *settings_of_run,
     ]
     return load("sft.yaml", settings)
 
@@ -255,6 +275,8 @@ def in_one_cell(speeds: Sequence[float]) -> str:
 
 
 def free_memory() -> None:
+    """Forget the last engine and what was compiled for it, which can slow the next one down."""
+    torch.compiler.reset()
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
@@ -280,7 +302,7 @@ def measure(arguments: argparse.Namespace) -> None:
     dist.barrier()
     batches = [make_batch(arguments, seed) for seed in range(arguments.steps)]
     first_speed = None
-    for way in measured_ways(arguments, num_ranks):
+    for way in arguments.ways or measured_ways(arguments, num_ranks):
         measurement = measure_way(arguments, way, batches, this_device)
         if first_speed is None:
             first_speed = measurement.speed
@@ -317,6 +339,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="to measure")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.5B", "7B"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512], help="to simulate")
+    parser.add_argument(
+        "--ways", nargs="+", help="to measure only these values of engine.context_parallel_size"
+    )
+    parser.add_argument("--costs", type=float, nargs=4, help="to simulate what sharing costs")
     parser.add_argument("--sequences", type=int, default=16, help="per rank and step")
     parser.add_argument("--shortest", type=int, default=1024, help="tokens")
     parser.add_argument(
@@ -325,6 +351,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, help="tokens")
     parser.add_argument("--cap", type=int, help="tokens that a rank has room for")
     arguments = parser.parse_intermixed_args()
+    if arguments.measure and arguments.costs:
+        parser.error(f"--costs is for simulations; to measure, add {COSTS_KEY}[...]")
+    if arguments.ways and not arguments.measure:
+        parser.error("--ways is for measurements: add --measure")
     defaults = MEASURED_DEFAULTS if arguments.measure else SIMULATED_DEFAULTS
     for name, value in defaults.items():
         if not getattr(arguments, name):

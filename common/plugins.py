@@ -11,7 +11,8 @@ from functools import partial
 
 from common.imports import import_function
 from configs.errors import InputError
-from configs.rules import TYPES, has_type
+from configs.rules import TYPES
+from configs.values import has_type
 
 
 def find(

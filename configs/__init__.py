@@ -4,6 +4,7 @@
     files        reads YAML files and pairs
     checks       finds every mistake in keys and values
     rules        the valid values of each key
+    values       conditions on single values
     paths        expands ~ and environment variables
     names        suggests a key in place of an unknown one
     help, usage  print groups of keys, and a command's usage

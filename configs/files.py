@@ -62,8 +62,9 @@ def advice_on_value(path: Path) -> str:
     return f"write data.train_files={path}" if is_data else ""
 
 
+@cache
 def read_pair(argument: str) -> DictConfig:
-    """Return the key and the value of a key=value argument.
+    """Return the key and the value of a key=value argument. Do not change the result.
 
     Raises InputError if the value is not YAML, or if YAML reads it in an unexpected way: a part of
     it as a comment, or a number in another base.

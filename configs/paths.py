@@ -6,7 +6,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.files import flatten
 from configs.rules import is_path
 
 # $NAME, and ${NAME} unless it is escaped. OmegaConf's ${oc.env:NAME} and ${group.key} do not match.
@@ -14,10 +13,21 @@ BARE_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
 BRACED_VARIABLE = re.compile(r"(?<!\\)\$\{([A-Za-z_]\w*)\}")
 
 
-def expand_braced(config: DictConfig) -> list[str]:
+def has_interpolation(values: dict) -> bool:
+    """Return whether any value of a flattened configuration has a ${...}, escaped or not.
+
+    Values may be lists and groups, so their notation is searched as a whole.
+    """
+    return "${" in repr([*values.values()])
+
+
+def expand_braced(config: DictConfig, values: dict) -> list[str]:
     """Replace ${NAME} in paths by ${oc.env:NAME}, unless NAME is a key. Returns the problems.
 
     OmegaConf alone would look for a key of this name.
+
+    Args:
+        values: the configuration, flattened but not resolved. It is left as it is.
     """
     problems = []
 
@@ -25,9 +35,13 @@ def expand_braced(config: DictConfig) -> list[str]:
         name = match[1]
         return match[0] if name in config else f"${{oc.env:{name}}}"
 
-    for key, value in path_values(flatten(config)):
+    for key, value in path_values(values):
         expanded = apply(lambda text: BRACED_VARIABLE.sub(to_interpolation, text), value)
-        names = BRACED_VARIABLE.findall(" ".join(texts_of(value)))
+        text = " ".join(texts_of(value))
+        if "\\${" in text:
+            problems.append(f"{key}={value}: a path cannot contain an escaped ${{; rename the file")
+            continue
+        names = BRACED_VARIABLE.findall(text)
         missing = [name for name in names if name not in config and name not in os.environ]
         if missing:
             problems.append(unset_problem(key, value, missing[0]))
@@ -59,9 +73,10 @@ def path_problem(key: str, text: str) -> str | None:
     for name in BARE_VARIABLE.findall(text):
         if name not in os.environ:
             return unset_problem(key, text, name)
-    if text.startswith("~") and os.path.expanduser(text) == text:
-        user = Path(text).parts[0]
-        return f"{key}={text}: {user} is not the home of any user; write ./{text} for a file"
+    path = os.path.expandvars(text)
+    if path.startswith("~") and os.path.expanduser(path) == path:
+        user = Path(path).parts[0]
+        return f"{key}={text}: {user} is not the home of any user; write ./{path} for a file"
     return None
 
 

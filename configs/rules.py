@@ -5,10 +5,23 @@ JSON schema.
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+
+from configs.values import (
+    are_betas,
+    are_names,
+    are_pass_costs,
+    are_ranks,
+    are_texts,
+    are_weights,
+    has_type,
+    is_count_or_share,
+    is_interval,
+    is_text,
+    stop_problem,
+)
 
 # Python type -> (its name in error messages, its name in JSON schema).
 TYPES = {
@@ -21,7 +34,6 @@ TYPES = {
     (int, float): ("a number", "number"),
     (str, list): ("a path or a list of paths", ["string", "array"]),
 }
-ONLY_ESCAPES = re.compile(r"(\\[nrt])+")  # a backslash and a letter, not a control character
 REQUIRED = "???"  # in place of a default, for a key that the user must set
 
 
@@ -81,13 +93,6 @@ def rule_of(key: str) -> Rule:
     """Return the rule for a key. For a key of a free group, this is the group's rule, "a.b.*"."""
     group = key.rpartition(".")[0]
     return RULES.get(key, RULES.get(f"{group}.*", ANYTHING))
-
-
-def has_type(value, kind: type) -> bool:
-    """Return whether a value fits a default of this type: whole numbers fit a float."""
-    if isinstance(value, bool) or kind is bool:
-        return isinstance(value, bool) and kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
 
 
 # -- making rules ----------------------------------------------------------------------------------
@@ -150,66 +155,6 @@ def optional(kind: type | tuple[type, ...], then: Rule = ANYTHING) -> Rule:
 
 STRING = {"type": "string", "minLength": 1}
 STRING_OR_LIST = {"type": ["string", "array"], "items": STRING, "minLength": 1, "minItems": 1}
-
-
-def is_text(value) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def are_texts(value) -> bool:
-    """Return whether a value is a list of non-empty strings. The list itself may be empty."""
-    return isinstance(value, list) and all(is_text(item) for item in value)
-
-
-def stop_problem(value) -> str | None:
-    """Return the problem with a list of strings that end a response.
-
-    In the shell, rollout.stop=["\\n"] loses its quotes, and YAML then reads a backslash and an n.
-    """
-    if not are_texts(value):
-        return "must be a list of strings"
-    if any(ONLY_ESCAPES.fullmatch(text) for text in value):
-        return (
-            "has a backslash and a letter in place of a line break: put the whole argument in "
-            "single quotes and the string in double quotes"
-        )
-    return None
-
-
-def are_names(value) -> bool:
-    return are_texts(value) and len(value) > 0
-
-
-def are_weights(value: list) -> bool:
-    numbers = [x for x in value if has_type(x, float) and 0 < x < math.inf]
-    return len(value) == len(numbers) > 0
-
-
-def are_betas(value: list) -> bool:
-    numbers = [x for x in value if has_type(x, float) and 0 <= x < 1]
-    return len(value) == len(numbers) == 2
-
-
-def is_interval(value: list) -> bool:
-    """Return whether a value is [first step, last step], or [-1, -1]."""
-    if len(value) != 2 or not all(type(step) is int for step in value):
-        return False
-    first, last = value
-    return value == [-1, -1] or 1 <= first <= last
-
-
-def is_count_or_share(value) -> bool:
-    """Return whether a value is a whole number, at least 0, or a number below 1."""
-    if type(value) is float:
-        return 0 <= value < 1
-    return type(value) is int and value >= 0
-
-
-def are_ranks(value) -> bool:
-    if value is None or value == "all":
-        return True
-    is_list = isinstance(value, list) and len(value) > 0
-    return is_list and all(type(rank) is int and rank >= 0 for rank in value)
 
 
 def unknown_logger(value: list) -> str | None:
@@ -277,6 +222,14 @@ AUTO_OR_COUNT = rule(
     lambda v: v == "auto" or (type(v) is int and v >= 1),
     type=["integer", "string"],
     anyOf=[{"const": "auto"}, {"type": "integer", "minimum": 1}],
+)
+PASS_COSTS = rule(
+    "must be four numbers of at least 0, the first of them above 0",
+    are_pass_costs,
+    items={"type": "number", "minimum": 0},
+    prefixItems=[{"type": "number", "exclusiveMinimum": 0}],
+    minItems=4,
+    maxItems=4,
 )
 COUNT_OR_SHARE = rule(
     "must be a number of rows, or a share between 0 and 1",
@@ -487,6 +440,7 @@ RULES = {
     "engine.reduce_dtype": DTYPE,
     "engine.fsdp_size": COUNT_OR_ALL,
     "engine.context_parallel_size": AUTO_OR_COUNT,
+    "engine.context_parallel_costs": optional(list, PASS_COSTS),
     "engine.router_aux_loss_coef": optional(NUMBER, at_least(0.0)),
     "engine.torch_compile": one_of("auto", "always", "never"),
     "engine.log_prob_chunk_size": at_least(1),

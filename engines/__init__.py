@@ -6,6 +6,7 @@ Two engines implement the same interface and compute the same results.
     build               model_engine -> engine class
     planning            which rank works on which sequences, in which micro-batches
     context_parallel    group sizes, and the lengths and batches that they allow
+    pass_costs          what a pass costs, for plans that choose group sizes
     microbatch          a micro-batch as one rank sees it
     heads, logprobs     log-probabilities and values from the last hidden states
     optimizer, schedule, dropout    optimizers, learning rates, random numbers for dropout

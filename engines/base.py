@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from data.batching.batch import Batch
-from data.batching.plan import MicroBatches, Plan
+from data.batching.plan import MicroBatches, PassCosts, Plan
 from data.images.processor import Processor
 from engines.context_parallel import has_dynamic_cp
 from engines.heads import Head, ValueHead
 from engines.memory import Estimate
+from engines.model.flops import cost_of_length
 from engines.model.model_files import ignored_weights
+from engines.pass_costs import pass_costs
 from engines.planning import Planner
 
 LossFn = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
@@ -90,9 +93,10 @@ class Engine(ABC):
             group_size: the number of neighbouring sequences that stay in one micro-batch, such as 2
                 for pairs.
         """
-        flops_of_length = {length: self.flops([length]) for length in {*lengths}}
         image_flops = image_flops or [0.0] * len(lengths)
-        costs = [flops_of_length[length] + flops for length, flops in zip(lengths, image_flops)]
+        costs = []
+        for length, flops in zip(lengths, image_flops):
+            costs.append(self.cost(length) + flops)
         if group_size > 1:
             return self._planner().plan_groups(lengths, costs, group_size)
         return self._planner().plan(lengths, costs)
@@ -117,7 +121,15 @@ class Engine(ABC):
             self.device,
             self.padding_multiple,
             self.micro_batches_multiple,
+            self._pass_costs,
         )
+
+    @cached_property
+    def _pass_costs(self) -> PassCosts:
+        if not has_dynamic_cp(self.config.engine):
+            return PassCosts()
+        num_layers = self.hf_config.get_text_config().num_hidden_layers
+        return pass_costs(self.config.engine, num_layers, self.dp_size, self.device)
 
     @abstractmethod
     def padding_multiple(self, group_size: int) -> int:
@@ -288,6 +300,10 @@ class Engine(ABC):
             + flops_in_head * num_outputs
             + flops_in_attention * sum(length * length for length in lengths)
         )
+
+    def cost(self, length: int) -> float:
+        """Return the time that a sequence takes, see cost_of_length() in engines/model/flops.py."""
+        return cost_of_length(self._flops, length)
 
     def image_flops(self, batch: Batch) -> list[float]:
         """Return each sequence's FLOPs in the forward and backward passes of the vision tower.

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch.distributed import ProcessGroup
 
-from data.batching.groups import schedule
+from data.batching.groups import PassRules, schedule
 from data.batching.packing import pack, partition, split_micro_batches
-from data.batching.plan import MicroBatches, Plan
+from data.batching.plan import MicroBatches, PassCosts, Plan
 from engines.context_parallel import fixed_cp_size, has_dynamic_cp
 
 
@@ -25,6 +25,8 @@ class Planner:
     padding_multiple        context-parallel group size -> padding multiple: the length of each
                             sequence is padded to a multiple of this number of tokens
     micro_batches_multiple  the number of micro-batches is a multiple of this
+    pass_costs              what a pass costs, in FLOPs of matrix products; it matters if group
+                            sizes are chosen per batch
     """
 
     config: DictConfig
@@ -34,13 +36,14 @@ class Planner:
     device: torch.device
     padding_multiple: Callable[[int], int]
     micro_batches_multiple: int
+    pass_costs: PassCosts = PassCosts()
 
     def plan(self, lengths: list[int], costs: Sequence[float]) -> Plan:
         """Return this rank's part of a batch.
 
         Args:
             lengths: number of tokens in each sequence; the same on all ranks.
-            costs: FLOPs of each sequence.
+            costs: the time of each sequence, see cost_of_length() in engines/model/flops.py.
         """
         if has_dynamic_cp(self.config.engine):
             return self._plan_dynamic(lengths, costs)
@@ -82,14 +85,18 @@ class Planner:
 
     def _plan_dynamic(self, lengths: list[int], costs: Sequence[float]) -> Plan:
         """Choose a group of ranks for every sequence."""
+        rules = PassRules(
+            padded=not self.config.engine.use_remove_padding,
+            multiple=self.micro_batches_multiple,
+            costs=self.pass_costs,
+        )
         passes = schedule(
             lengths,
             costs,
             self.dp_size,
             self.config.data.max_tokens_per_micro_batch,
             self.padding_multiple,
-            not self.config.engine.use_remove_padding,
-            self.micro_batches_multiple,
+            rules,
         )
         return Plan.of(passes, self.dp_rank, lengths, costs)
 

@@ -8,25 +8,44 @@ import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
 from config import InputError
-from data.batching.plan import Group, Passes, total_time
+from data.batching.plan import Group, PassCosts, Passes, total_time
 
 # An extra pass must save this fraction of the time, since every pass gathers the weights again.
 COST_OF_PASS = 0.01
 # The number of pass counts to try, starting with the smallest one that fits; the fastest is used.
 NUM_PASS_COUNTS = 2
-# Ranks that share a micro-batch lose this fraction of their time.
-COST_OF_SHARING = 0.1
+# Two ranks that share a large micro-batch lose this fraction of their time: on two H200, 4 % with a
+# 1.5B model and 6 % with a 7B model (docs/benchmarks.md).
+SLOWDOWN = 0.05
 # A sequence gets a larger group than its length requires if it would otherwise exceed a time limit.
 # A limit is a multiple of each rank's time in a perfectly balanced pass. All of these limits are
 # tried, and the fastest result is used.
 TIME_LIMITS = (math.inf, 2, 1)
+# Plans in which every sequence gets a group of at least so many ranks are compared, too.
+LEAST_SIZES = (2, 4, 8)
 # A group is not enlarged if each of its ranks would hold less than this fraction of max_tokens.
 MIN_FILL = 1 / 8
+
+
+@dataclass(frozen=True)
+class PassRules:
+    """What holds for all passes of an engine.
+
+    Attributes:
+        padded: each sequence is also padded to the longest one in its micro-batch.
+        multiple: the number of passes is a multiple of this.
+        costs: what a pass costs, apart from the work on its sequences.
+    """
+
+    padded: bool = False
+    multiple: int = 1
+    costs: PassCosts = PassCosts(slowdown=SLOWDOWN)
 
 
 def schedule(
@@ -35,8 +54,7 @@ def schedule(
     num_ranks: int,
     max_tokens: int,
     multiple: Callable[[int], int],
-    padded: bool = False,
-    passes_multiple: int = 1,
+    rules: PassRules = PassRules(),
 ) -> Passes:
     """Divide a batch into passes. In each pass, every rank is in one group.
 
@@ -44,8 +62,8 @@ def schedule(
     gets the smallest group that can hold it, or a larger one if the other ranks would otherwise
     wait for it. Sequences are assigned to the least busy group, the longest sequences first.
     Several schedules with different numbers of passes are compared, and the fastest is returned. A
-    pass is assumed to take as long as its busiest rank. The result depends only on the arguments,
-    so all ranks get the same.
+    pass is assumed to take as long as its busiest rank, and at least as long as rules.costs say.
+    The result depends only on the arguments, so all ranks get the same.
 
     Args:
         lengths: tokens of each sequence.
@@ -54,20 +72,17 @@ def schedule(
         max_tokens: a group of s ranks takes at most s * max_tokens tokens.
         multiple: takes a group size; the length of each sequence is rounded up to a multiple of
             the result.
-        padded: each sequence is also padded to the longest one in its micro-batch.
-        passes_multiple: the number of passes is a multiple of this.
 
     Raises:
         InputError: a sequence is too long for any group.
     """
-    packer = Packer(lengths, costs, num_ranks, max_tokens, multiple, padded)
+    packer = Packer(lengths, costs, num_ranks, max_tokens, multiple, rules.padded)
 
     @cache
     def candidates(number: int) -> list[Passes]:
-        packed = [packer.pack(number * passes_multiple, time_limit) for time_limit in TIME_LIMITS]
-        return [passes for passes in packed if passes]
+        return packer.pack_within_time_limits(number * rules.multiple)
 
-    tokens_per_round = num_ranks * max_tokens * passes_multiple
+    tokens_per_round = num_ranks * max_tokens * rules.multiple
     start = max(1, -(-sum(lengths) // tokens_per_round))
     # Double the number of passes until the sequences fit, then search for the smallest that works.
     lowest = start
@@ -79,11 +94,12 @@ def schedule(
     lowest += bisect_left(between, True, key=lambda number: bool(candidates(number)))
 
     def estimated_time(passes: Passes) -> float:
-        return total_time(passes, costs, COST_OF_SHARING) * (1 + COST_OF_PASS * len(passes))
+        return total_time(passes, costs, rules.costs) * (1 + COST_OF_PASS * len(passes))
 
     compared = []
     for number in range(lowest, lowest + NUM_PASS_COUNTS):
         compared += candidates(number)
+        compared += packer.pack_in_large_groups(number * rules.multiple)
     return min(compared, key=estimated_time)
 
 
@@ -125,15 +141,33 @@ class Packer:
             )
         self.smallest_size = 1 << fits.argmax(0)
 
-    def pack(self, num_passes: int, time_limit: float) -> Passes | None:
-        """Return the groups of each pass, or None if the sequences do not fit.
+    def pack_within_time_limits(self, num_passes: int) -> list[Passes]:
+        """Return what pack() finds with each of TIME_LIMITS."""
+        packed = []
+        for time_limit in TIME_LIMITS:
+            packed += self.pack(num_passes, time_limit)
+        return packed
+
+    def pack_in_large_groups(self, num_passes: int) -> list[Passes]:
+        """Return what pack() finds with each of LEAST_SIZES."""
+        packed = []
+        for least_size in LEAST_SIZES:
+            if least_size <= self.num_ranks:
+                packed += self.pack(num_passes, math.inf, least_size)
+        return packed
+
+    def pack(self, num_passes: int, time_limit: float, least_size: int = 1) -> list[Passes]:
+        """Divide the sequences over groups, and return the ways to put the groups into passes.
+
+        Returns no way if the sequences do not fit.
 
         Args:
             time_limit: one of TIME_LIMITS.
+            least_size: the size of the smallest group that a sequence may get.
         """
         num_free = num_passes * self.num_ranks  # ranks without a group, summed over passes
         even_share = self.total_cost / num_free
-        sizes = self._group_sizes(even_share, time_limit)
+        sizes = np.maximum(least_size, self._group_sizes(even_share, time_limit))
         groups = UnfinishedGroups(self)
         # Start with the sequences that need the largest groups, so that existing groups are large
         # enough for all later sequences.
@@ -147,11 +181,11 @@ class Packer:
                 group = groups.begin(size)
                 num_free -= size
             if group is None:
-                return None
+                return []
             groups.add(group, i)
         for _ in range(num_free):
             groups.begin(1)
-        return self._arrange(groups, num_passes)
+        return self._arrangements(groups, num_passes)
 
     def _group_sizes(self, even_share: float, time_limit: float) -> np.ndarray:
         """Return the size of the group that each sequence should get: [n] int64."""
@@ -164,21 +198,33 @@ class Packer:
                 return sizes
             sizes[is_too_small] *= 2
 
-    def _arrange(self, groups: "UnfinishedGroups", num_passes: int) -> Passes | None:
+    def _arrangements(self, groups: "UnfinishedGroups", num_passes: int) -> list[Passes]:
         """Put groups that take similar times into the same pass: all wait for the slowest one.
 
-        Returns None if the groups do not fit into the passes.
+        A second way puts shared groups into as few passes as possible, since each pass with such a
+        group takes some time to start.
         """
+        timed = [*zip(groups.busy, groups.groups)]
+        by_time = sorted(timed, key=lambda pair: (-pair[0], -pair[1].size))
+        shared_first = sorted(by_time, key=lambda pair: pair[1].size == 1)
+        ways = [by_time] if shared_first == by_time else [by_time, shared_first]
+        arranged = []
+        for way in ways:
+            passes = self._arrange([group for _, group in way], num_passes)
+            if passes:
+                arranged.append(passes)
+        return arranged
+
+    def _arrange(self, groups: Sequence[Group], num_passes: int) -> Passes | None:
+        """Put each group into the first pass with room. Returns None if some do not fit."""
         passes: Passes = [[] for _ in range(num_passes)]
         room = [self.num_ranks] * num_passes
-        by_time = sorted(
-            zip(groups.busy, groups.groups), key=lambda pair: (-pair[0], -pair[1].size)
-        )
-        for _, group in by_time:
+        for group in groups:
             index = next((p for p in range(num_passes) if room[p] >= group.size), None)
             if index is None:
                 return None
-            passes[index].append(group)
+            # A copy, since every way to arrange groups sets the first ranks anew.
+            passes[index].append(replace(group))
             room[index] -= group.size
         for pass_groups in passes:
             # In order of decreasing size, the first rank of each group is a multiple of its size.

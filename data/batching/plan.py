@@ -27,6 +27,27 @@ class Group:
 Passes = list[list[Group]]
 
 
+@dataclass(frozen=True)
+class PassCosts:
+    """What a pass costs, apart from the work on its sequences.
+
+    However few tokens a pass has, a rank has to start all its kernels and collectives. While the
+    work takes less time than that, more tokens cost nothing. Ranks that share a micro-batch start
+    more of them, and wait for each other.
+
+    Attributes:
+        least_alone: the least time of a pass in which each rank has its own micro-batch, in the
+            unit of the sequences' costs.
+        least_shared: the least time of a pass in which ranks share a micro-batch.
+        slowdown: the fraction by which the work on a micro-batch slows down if two ranks share it.
+            Each further doubling of their number is assumed to cost the same again.
+    """
+
+    least_alone: float = 0.0
+    least_shared: float = 0.0
+    slowdown: float = 0.0
+
+
 @dataclass
 class Plan:
     """One data-parallel rank's share of a batch of n sequences.
@@ -109,21 +130,23 @@ def tokens_by_group_size(
     return metrics
 
 
-def total_time(passes: Passes, costs: Sequence[float], sharing: float = 0.0) -> float:
-    """Return the estimated time of all passes, in the unit of costs.
-
-    A pass takes as long as its slowest group.
-
-    Args:
-        sharing: the fraction by which sharing a micro-batch among several ranks slows it down.
-    """
-    longest = []
-    for groups in passes:
-        longest.append(max(group_time(group, costs, sharing) for group in groups))
-    return sum(longest)
+def total_time(
+    passes: Passes, costs: Sequence[float], pass_costs: PassCosts = PassCosts()
+) -> float:
+    """Return the estimated time of all passes, in the unit of costs."""
+    return sum(pass_time(groups, costs, pass_costs) for groups in passes)
 
 
-def group_time(group: Group, costs: Sequence[float], sharing: float) -> float:
-    """Return the time that a group takes for its micro-batch."""
+def pass_time(groups: Sequence[Group], costs: Sequence[float], pass_costs: PassCosts) -> float:
+    """Return the estimated time of a pass, which takes as long as its slowest group."""
+    is_shared = any(group.size > 1 for group in groups)
+    least = pass_costs.least_shared if is_shared else pass_costs.least_alone
+    slowest = max(group_time(group, costs, pass_costs.slowdown) for group in groups)
+    return max(least, slowest)
+
+
+def group_time(group: Group, costs: Sequence[float], slowdown: float) -> float:
+    """Return the time that a group works on its micro-batch."""
     cost = sum(costs[i] for i in group.sequences)
-    return cost * (1 + sharing * (group.size > 1)) / group.size
+    num_doublings = group.size.bit_length() - 1
+    return cost * (1 + slowdown * num_doublings) / group.size

@@ -33,6 +33,7 @@ from engines.model.model_files import is_only_described
 from engines.model.replay import check_can_replay
 from engines.model.shape import layer_configs
 from engines.model.weights import check_files
+from engines.pass_costs import check_pass_costs
 
 
 def check_model_and_layout(config: DictConfig, world_size: int, head: Head, reports: bool):
@@ -171,6 +172,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     if config.model.images:
         vision.check_images(config)
     check_batch_size(config, world_size // cp)
+    check_pass_costs(engine)
     check_token_cap(config, hf_config, world_size)
     experts.aux_loss_coef(engine.router_aux_loss_coef, hf_config)
 

@@ -16,6 +16,7 @@ from engines.context_parallel import (
 )
 from engines.megatron.distributed_optimizer import ddp_config
 from engines.model.experts import aux_loss_coef
+from engines.pass_costs import check_pass_costs
 
 
 def padding_multiple(engine: DictConfig, cp_size: int) -> int:
@@ -40,6 +41,7 @@ def check_layout(config: DictConfig, hf_config, world_size: int) -> None:
     check_mlp(engine, hf_config, world_size)
     check_pipeline(engine, hf_config.num_hidden_layers)
     check_context_parallel(config, hf_config)
+    check_pass_costs(engine)
     check_batch_size(config, world_size // model_parallel_size(engine))
     ddp_config(engine)
 

@@ -15,6 +15,9 @@ from engines.model.shape import attention_widths, head_dim, layer_configs
 FORWARD = 2
 FROZEN = 4
 TRAINED = 6
+# Attention takes 1.7 times as long per FLOP as a matrix product: measured on an H200, where it was
+# 1.7 with a 0.5B model and 1.8 with a 1.5B model (docs/benchmarks.md).
+ATTENTION_FACTOR = 1.7
 
 
 def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
@@ -44,6 +47,17 @@ def count_flops(hf: nn.Module, hf_config) -> tuple[int, int, int]:
     in_attention += TRAINED * num_mtp_layers * query_width
     in_head += FROZEN * num_mtp_layers * output_matrix.numel()
     return in_layers, in_head, in_attention
+
+
+def cost_of_length(flops: tuple[int, int, int], length: int) -> float:
+    """Return the time that a sequence takes: the FLOPs of matrix products that take as long.
+
+    Args:
+        flops: the result of count_flops().
+        length: the number of tokens in the sequence.
+    """
+    in_layers, in_head, in_attention = flops
+    return float((in_layers + in_head) * length + ATTENTION_FACTOR * in_attention * length**2)
 
 
 def layers_without_gradient(hf: nn.Module) -> list[nn.Module]:

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from config import InputError
-from data.batching.groups import schedule
-from data.batching.plan import Group, Plan, total_time
+from data.batching.groups import PassRules, schedule
+from data.batching.plan import Group, PassCosts, Plan, total_time
 
 
 def seven_b(length: int) -> float:
@@ -63,7 +63,8 @@ def check_passes(lengths, num_ranks, max_tokens, multiple, padded, passes_multip
     """
     lengths = [min(n, max_tokens << num_ranks.bit_length() - 1) for n in lengths]
     costs = [float(n * n if by_length else 1) for n in lengths]
-    arguments = (lengths, costs, num_ranks, max_tokens, multiple, padded, passes_multiple)
+    rules = PassRules(padded, passes_multiple)
+    arguments = (lengths, costs, num_ranks, max_tokens, multiple, rules)
     passes = schedule(*arguments)
     assert len(passes) % passes_multiple == 0
     for groups in passes:
@@ -211,22 +212,91 @@ def test_a_plan_of_pairs_names_the_ranks_of_both_sequences():
     assert plan.count.tolist() == [1, 1, 2, 2]
     assert plan.reported_by(1).tolist() == [True, True]
     assert plan.reported_by(2).tolist() == [False, False]
+    # The metrics are those of the groups: rank 0 works for 6 seconds, and the two others for 1.
+    efficiency = pytest.approx(8 / 18)
+    assert plan.metrics == {"perf/cp_1": 60, "perf/cp_2": 20, "perf/plan_efficiency": efficiency}
+
+
+def test_sequences_of_a_group_stay_neighbours_in_a_share_and_in_its_micro_batches():
+    """Of four groups of three sequences, rank 0 has the groups 0 and 2 together, and then 3."""
+    passes = [[Group(0, 1, [0, 2]), Group(1, 1, [1])], [Group(0, 2, [3])]]
+    plan = Plan.of(passes, 0, [10] * 4, [1.0] * 4).expanded(3)
+    assert plan.sequences == [0, 1, 2, 6, 7, 8, 9, 10, 11]
+    assert plan.micro_batches == [(1, [0, 1, 2, 3, 4, 5]), (2, [6, 7, 8])]
+    assert plan.first.tolist() == [0] * 3 + [1] * 3 + [0] * 6
+    assert plan.count.tolist() == [1] * 9 + [2] * 3
 
 
 def test_groups_that_take_similar_times_are_in_the_same_pass():
     lengths = [100, 90, 60, 50]
-    passes = schedule(lengths, [float(n) for n in lengths], 2, 100, lambda size: 1)
+    rules = PassRules(costs=PassCosts(slowdown=0.1))
+    passes = schedule(lengths, [float(n) for n in lengths], 2, 100, lambda size: 1, rules)
     assert total_time(passes, lengths) == 160
-    assert total_time(passes, lengths, sharing=0.5) == 160, "no group has two ranks"
+    assert total_time(passes, lengths, PassCosts(slowdown=0.5)) == 160, "no group has two ranks"
     (shared,) = schedule([180], [180.0], 2, 100, lambda size: 1)
     assert total_time([shared], [180]) == 90
-    assert total_time([shared], [180], sharing=0.5) == 135
+    assert total_time([shared], [180], PassCosts(slowdown=0.5)) == 135
+    by_four = [Group(0, 4, [0])]
+    assert total_time([by_four], [180], PassCosts(slowdown=0.5)) == 90, "two doublings cost twice"
+
+
+def test_a_pass_takes_as_long_as_it_takes_to_start():
+    alone = [Group(0, 1, [0]), Group(1, 1, [1])]
+    shared = [Group(0, 2, [2])]
+    costs = [30.0, 20.0, 80.0]
+    assert total_time([alone, shared], costs, PassCosts(least_alone=29, least_shared=39)) == 70
+    assert total_time([alone, shared], costs, PassCosts(least_alone=35)) == 35 + 40
+    assert total_time([alone, shared], costs, PassCosts(least_shared=50)) == 30 + 50
+    assert total_time([alone, shared], costs, PassCosts(least_shared=50, slowdown=0.5)) == 30 + 60
+
+
+@pytest.mark.parametrize(
+    "pass_costs, largest",
+    [
+        (PassCosts(), 4),
+        (PassCosts(least_shared=1900), 2),
+        (PassCosts(least_shared=2100), 1),
+        (PassCosts(slowdown=0.5), 4),
+        (PassCosts(slowdown=3.0), 1),
+    ],
+)
+def test_a_sequence_is_shared_if_it_pays(pass_costs, largest):
+    """It takes 2,000 on one rank. The others take 1,200 in total, and wait if it is not shared."""
+    lengths = [2000, *[100] * 12]
+    costs = [float(n) for n in lengths]
+    passes = schedule(lengths, costs, 4, 2000, lambda size: 1, PassRules(costs=pass_costs))
+    assert max(sizes_of_groups(passes).values()) == largest
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_all_sequences_are_shared_if_nothing_else_keeps_ranks_busy(num_ranks):
+    """A rank that is left alone with the longest sequence would keep the others waiting."""
+    lengths = [1000, *[300] * num_ranks]
+    costs = [float(n) for n in lengths]
+    passes = schedule(lengths, costs, num_ranks, 2000, lambda size: 1)
+    shared_by_all = [[Group(0, num_ranks, [*range(len(lengths))])]]
+    slowdown = PassCosts(slowdown=0.05)
+    assert total_time(passes, costs, slowdown) <= total_time(shared_by_all, costs, slowdown)
+
+
+def test_groups_that_share_are_in_as_few_passes_as_possible():
+    """Two sequences need two ranks each, and four others need one.
+
+    By their times alone, each pass would have one group that shares.
+    """
+    lengths = [150, 150, 100, 100, 100, 100]
+    costs = [120.0, 40.0, 50.0, 50.0, 50.0, 50.0]
+    rules = PassRules(costs=PassCosts(least_alone=40, least_shared=60))
+    passes = schedule(lengths, costs, 4, 100, lambda size: 1, rules)
+    first, second = passes
+    assert [(group.first, group.size) for group in first] == [(0, 2), (2, 2)]
+    assert [(group.first, group.size) for group in second] == [(0, 1), (1, 1), (2, 1), (3, 1)]
 
 
 @pytest.mark.parametrize("passes_multiple, num_passes", [(1, 2), (2, 2), (3, 3)])
 def test_there_are_no_more_passes_than_their_multiple_requires(passes_multiple, num_passes):
     costs = [1.0] * 8
-    passes = schedule([50] * 8, costs, 2, 100, lambda size: 1, False, passes_multiple)
+    passes = schedule([50] * 8, costs, 2, 100, lambda size: 1, PassRules(multiple=passes_multiple))
     assert len(passes) == num_passes
 
 

@@ -25,6 +25,8 @@ LENGTHS = [2, 1, 3]
 class PlainEngine(Engine):
     """An engine without a model."""
 
+    _flops = (100, 0, 0)
+
     def __init__(self, context_parallel_size: int | str):
         engine = {"context_parallel_size": context_parallel_size, "use_remove_padding": True}
         data = {"max_tokens_per_micro_batch": 10}
@@ -32,7 +34,6 @@ class PlainEngine(Engine):
         self.device = CPU
         self.compute_dtype = torch.bfloat16
         self.head = LogProbHead(1.0, 7, False, 97)
-        self._flops = (100, 0, 0)
 
     def padding_multiple(self, group_size: int) -> int:
         return 1
@@ -87,6 +88,28 @@ def test_ranks_share_the_work_for_images_too():
     image_flops = [2000.0, 0.0, 0.0, 0.0]
     shares = [plan_of_rank(rank, [10] * 4, image_flops=image_flops).sequences for rank in (0, 1)]
     assert sorted(map(sorted, shares)) == [[0], [1, 2, 3]]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_attention_counts_more_than_its_flops_when_ranks_share_the_work(monkeypatch):
+    """The longest sequence has fewer FLOPs than the four others, but takes longer."""
+    monkeypatch.setattr(PlainEngine, "_flops", (100, 0, 20), raising=False)
+    lengths = [7, 5, 3, 2, 1]
+    shares = [plan_of_rank(rank, lengths).sequences for rank in (0, 1)]
+    assert sorted(map(sorted, shares)) == [[0], [1, 2, 3, 4]]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("least_shared, counts", [(700, [2, 2, 2]), (900, [1, 1, 1])])
+def test_a_sequence_is_shared_if_the_plan_says_that_it_pays(least_shared, counts):
+    """Alone, the first sequence takes 800 ms on a rank; two ranks take 500 ms for all of them."""
+    engine = PlainEngine("auto")
+    engine.hf_config = AutoConfig.for_model("qwen2")
+    engine.config.engine.context_parallel_costs = [1e-9, 0, least_shared, 0]  # 1 FLOP per ms
+    engine.dp_rank = 0
+    engine.dp_size = 2
+    engine.dp_group = dist.group.WORLD
+    assert engine.plan([8, 1, 1]).count.tolist() == counts
 
 
 @pytest.mark.usefixtures("process_group")

@@ -177,6 +177,10 @@ SINGLE = {
     "profiler.ranks": ([None, "all", [0, 3]], ["some", [], [-1], [1.0], 0]),
     "profiler.torch.activities": ([None, ["cpu"]], [[], [""], "cpu"]),
     "engine.context_parallel_size": (["auto", 1, 4], [0, -1, "all", True]),
+    "engine.context_parallel_costs": (
+        [None, [0.5, 0, 0, 0], [400, 173.4, 281.6, 0.44]],
+        [[0, 1, 1, 0], [400, -1, 1, 0], [400, 1, 1], [400, 1, 1, 0, 0], ["400", 1, 1, 0], 400, []],
+    ),
     "trainer.logger": ([[], ["console", "tensorboard", "wandb"]], [["file"], "console"]),
     "model.lora.target_modules": (["all-linear", ["q_proj"]], ["", [], [1]]),
     "data.train_files": (["a.jsonl", ["a", "b"]], ["", [], [1], 3]),

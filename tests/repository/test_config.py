@@ -121,16 +121,39 @@ def test_home_and_environment_variables_are_expanded_in_paths(monkeypatch, tmp_p
     ]
 
 
+@pytest.mark.parametrize("path", ["$SCRATCH/x", "${SCRATCH}/x", "${oc.env:SCRATCH}/x"])
+def test_the_same_path_is_expanded_anew_by_each_load(monkeypatch, path):
+    """An argument is read once in a process, and the value that was read stays as it is."""
+    for scratch in ("/one", "/two"):
+        monkeypatch.setenv("SCRATCH", scratch)
+        config = load("sft.yaml", [*NEEDED, f"output_dir={path}", f"data.val_files=['{path}',a]"])
+        assert config.output_dir == f"{scratch}/x"
+        assert config.data.val_files == [f"{scratch}/x", "a"]
+
+
+@pytest.mark.parametrize("path", ["$SCRATCH/x", "${SCRATCH}/x", "${oc.env:SCRATCH}/x"])
+def test_a_home_in_an_environment_variable_is_expanded(monkeypatch, path):
+    """As in a file of variables, where no shell expands it. A run would make a directory ~."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "~/scratch")
+    config = load("sft.yaml", [*NEEDED, f"output_dir={path}", f"data.val_files=['{path}',a]"])
+    assert config.output_dir == "/home/me/scratch/x"
+    assert config.data.val_files == ["/home/me/scratch/x", "a"]
+
+
 @pytest.mark.parametrize(
     "argument, message",
     [
         ("output_dir=$NOWHERE/x", "output_dir=$NOWHERE/x: the environment variable NOWHERE is not"),
         ("output_dir=${NOWHERE}/x", "output_dir=${NOWHERE}/x: the environment variable NOWHERE is"),
         ("data.val_files=[a,$NOWHERE]", "data.val_files=$NOWHERE: the environment variable"),
+        ("output_dir=$OF_NOBODY/x", "output_dir=$OF_NOBODY/x: ~nobody_here is not the home of any"),
+        (r"output_dir=a\${b}", r"output_dir=a\${b}: a path cannot contain an escaped ${"),
         ("output_dir=~nobody_here/x", "~nobody_here is not the home of any user; write ./~nobody"),
     ],
 )
-def test_a_path_that_cannot_be_expanded_is_a_mistake(argument, message):
+def test_a_path_that_cannot_be_expanded_is_a_mistake(monkeypatch, argument, message):
+    monkeypatch.setenv("OF_NOBODY", "~nobody_here/s")
     assert message in told("sft", argument)
 
 

@@ -60,6 +60,18 @@ def start_order(file: str) -> int:
     return 1 + len(LONG_FILES)
 
 
+class QuickScheduling(LoadFileScheduling):
+    """Gives the tests of rollout/ to one process, those of engines/ to one, and others by file.
+
+    To import vLLM or megatron-core takes longer than most files, so one process does it for all.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        room = file.split("/")[1]
+        return room if room in ("rollout", "engines") else file
+
+
 class SharedLaunchScheduling(LoadFileScheduling):
     """Gives the tests of a file, or of files that share launches, to one process."""
 
