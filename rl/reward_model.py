@@ -111,8 +111,8 @@ def check_conversations(
 ) -> None:
     """Raise InputError if the reward model cannot read a prompt with a response.
 
-    Rank 0 reads all rows, and renders the first one of each form (data.answered.form_of), or all of
-    them if the tokenizer drops some characters. It prints what the chat template leaves out.
+    Rank 0 reads all rows. It renders the first one of each form (data.answered.form_of), and those
+    with characters that the tokenizer may drop. It prints what the chat template leaves out.
     Called by all ranks.
 
     Args:
@@ -136,7 +136,7 @@ def read_conversations(
             place = f"prompt {index + 1} of {key} ({opening(dataset[index])})"
             try:
                 form = form_of(row, chat, options)
-                if form in forms and chat.coverage.is_complete:
+                if form in forms and not chat.coverage.unknown(str(row)):
                     continue
                 forms.add(form)
                 (ids,) = encode_answered([row], ["1"], chat, options)

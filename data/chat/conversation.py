@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import jinja2
+
 from config import InputError
 from data.chat.forms import forms, is_complete, is_list_of_texts, printed_as_code
 from data.chat.marks import Piece, Text, texts_of
@@ -88,6 +90,10 @@ class Conversation:
         if incomplete:
             return incomplete[0]
         unusual_part = describe_unusual_part(messages)
+        # raise_exception() of a template raises exactly this class, with the template's own reason.
+        has_own_reason = type(first_error) is jinja2.TemplateError
+        if has_own_reason:
+            code = ""
         if code and unusual_part:
             raise InputError(f"the chat template does not know {unusual_part}: {ADVICE_ON_PARTS}")
         if code:

@@ -6,15 +6,11 @@ model's directory as the class that belongs to config.json, for which its vocabu
 """
 
 import unicodedata
-from collections.abc import Iterable
 
 # Unicode's categories of letters, numbers, punctuation and symbols. Normalizers may drop others,
 # such as control characters.
 VISIBLE = "LNPS"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what is decoded if bytes of a character are missing
-ASCII_AND_TWO_BYTES = range(0x800)  # by the length in UTF-8
-THREE_BYTES = range(0x800, 0x10000, 0x40)
-FOUR_BYTES = range(0x10000, 0x20000, 0x100)
 
 
 class Coverage:
@@ -22,44 +18,41 @@ class Coverage:
 
     Args:
         chat: the data.chat.tokenizer.ChatTokenizer.
-
-    Attributes:
-        is_complete: whether it can represent characters from all parts of Unicode. Then no text has
-            to be examined.
     """
 
     def __init__(self, chat):
         self.chat = chat
-        self._is_unknown: dict[str, bool] = {}
-        visible = [character for character in probes() if is_visible(character)]
-        self.is_complete = self._keeps_all(visible) or not self.unknown(visible)
+        self._examined: set[str] = set()
+        self._unknown: set[str] = set()
 
-    def _keeps_all(self, characters: list[str]) -> bool:
-        """Return whether a text of these characters, separated by spaces, still has all of them.
-
-        For most tokenizers it does, and one text takes a fifth of the time of as many texts as
-        characters. If a character is missing, it may have become another, such as its lower case.
-        """
-        ids = self.chat.tokenize_probe(" ".join(characters)).ids
-        return set(characters) <= set(self.chat.decode(ids))
-
-    def unknown(self, text: Iterable[str]) -> list[str]:
+    def unknown(self, text: str) -> set[str]:
         """Return the visible characters that by themselves become nothing, or lose some bytes.
 
         They may still be known as parts of a word.
         """
-        characters = [character for character in dict.fromkeys(text) if is_visible(character)]
-        new = [character for character in characters if character not in self._is_unknown]
+        characters = set(text)
+        new = characters - self._examined
         if new:
             self._examine(new)
-        return [character for character in characters if self._is_unknown[character]]
+        return characters & self._unknown
 
-    def _examine(self, characters: list[str]) -> None:
+    def _examine(self, characters: set[str]) -> None:
+        visible = [character for character in characters if is_visible(character)]
+        if visible:
+            self._unknown.update(self._find_unknown(visible))
+        # Last, because another thread may ask for the same characters.
+        self._examined |= characters
+
+    def _find_unknown(self, characters: list[str]) -> list[str]:
+        """Return those of some visible characters that are unknown; see unknown()."""
         ids = [tokens.ids for tokens in self.chat.tokenize_batch(characters)]
         texts = self.chat.decode_batch(ids)
+        unknown = []
         for character, own_ids, text in zip(characters, ids, texts, strict=True):
-            is_partial = REPLACEMENT in text and character != REPLACEMENT
-            self._is_unknown[character] = not own_ids or is_partial
+            is_partial = REPLACEMENT in text
+            if not own_ids or is_partial:
+                unknown.append(character)
+        return unknown
 
     def first_dropped(self, text: str, ids: list[int]) -> str | None:
         """Return the first character of a text that its tokens lack, or None.
@@ -67,23 +60,19 @@ class Coverage:
         Args:
             ids: the tokens of the text.
         """
-        if self.is_complete:
-            return None
         unknown = self.unknown(text)
         if not unknown:
             return None
         decoded = self.chat.decode(ids)
-        for character in unknown:
+        for character in sorted(unknown, key=text.index):
             if decoded.count(character) < text.count(character):
                 return character
         return None
 
 
-def probes() -> list[str]:
-    """Return characters from all parts of Unicode."""
-    ranges = (ASCII_AND_TWO_BYTES, THREE_BYTES, FOUR_BYTES)
-    return [chr(number) for numbers in ranges for number in numbers]
-
-
 def is_visible(character: str) -> bool:
-    return unicodedata.category(character)[0] in VISIBLE
+    """Return whether a text says less without this character.
+
+    The replacement character stands for something that was lost earlier. BERT's tokenizer drops it.
+    """
+    return character != REPLACEMENT and unicodedata.category(character)[0] in VISIBLE

@@ -1085,6 +1085,14 @@ def test_an_error_of_a_template_about_texts_does_not_advise_about_parts():
         trained(template, {"messages": say("q", "a")})
 
 
+def test_a_template_that_rejects_a_text_is_quoted_although_it_prints_lists_as_code():
+    """With the content as a list of parts, 'bad' is in none of them as a whole."""
+    template = CHATML.replace("m.content", "(NO if 'bad' in m.content else m.content ~ '')")
+    template = template.replace("NO", "raise_exception('no bad words')")
+    with pytest.raises(InputError, match="rejects the conversation: no bad words$"):
+        trained(template, {"messages": say("a bad day", "yes")})
+
+
 def test_prompt_and_response():
     pair = {"prompt": "the cat", "response": " sat"}
     assert trained(CHATML, pair) == [" sat<|im_end|>"]

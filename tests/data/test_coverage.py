@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from config import InputError, load
 from data import unknown_tokens
-from data.chat import coverage, encoding
+from data.chat import encoding
 from data.chat.tokenizer import ChatTokenizer, load_tokenizer
 from data.dataset import TokenDataset, tokenize
 from tests.data.chat_templates import CHATML, make_tokenizer
@@ -41,7 +41,7 @@ def lower_case_tokenizer(unknown=None) -> PreTrainedTokenizerFast:
     ],
 )
 def test_a_character_that_is_known_at_some_places_of_a_word_alone_is_found(parts, missing):
-    characters = [c for c in coverage.probes() if coverage.is_visible(c)]
+    characters = "abcdefghijklmnopqrstuvwxyz"
     if "end_of_word_suffix" in parts:
         others = [f"{c}</w>" for c in characters]
     else:
@@ -51,8 +51,25 @@ def test_a_character_that_is_known_at_some_places_of_a_word_alone_is_found(parts
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], **parts))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     chat = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
-    assert not chat.coverage.is_complete
-    assert chat.coverage.unknown("q") == ["q"]
+    assert chat.coverage.unknown("aqz") == {"q"}
+
+
+def test_one_missing_character_of_a_large_vocabulary_is_found():
+    """A vocabulary of characters, without bytes, rarely has all that a data set contains."""
+    characters = [chr(number) for number in range(0x4E00, 0xA000) if number != 0x4E01]
+    vocabulary = {character: i for i, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    chat = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    assert chat.tokenize("\u4e00\u4e02").ids == [0, 1]
+    with pytest.raises(InputError, match="has no token for '\u4e01' in '\u4e00\u4e01'"):
+        chat.tokenize("\u4e00\u4e01")
+
+
+@pytest.mark.parametrize("character", ["\r", "\u200b", "\N{REPLACEMENT CHARACTER}"])
+def test_characters_that_say_nothing_may_be_dropped(character):
+    chat = ChatTokenizer(lower_case_tokenizer())
+    assert chat.tokenize(character).ids == []
+    assert chat.decode(chat.tokenize(f"a{character}b").ids) == "a b"
 
 
 def test_a_character_that_a_word_keeps_does_not_hide_one_that_is_dropped():
@@ -85,7 +102,7 @@ def test_other_rows_of_its_batch_are_encoded():
 @pytest.mark.parametrize("tokenizer", [make_tokenizer(CHATML), lower_case_tokenizer("<unk>")])
 def test_nothing_is_dropped_with_tokens_for_all_bytes_or_an_unknown_token(tokenizer):
     chat = ChatTokenizer(tokenizer)
-    assert chat.coverage.is_complete
+    assert not chat.coverage.unknown("\u00e9\U0001f600")
     assert chat.tokenize("\u00e9\U0001f600").ids
 
 

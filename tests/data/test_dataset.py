@@ -246,6 +246,16 @@ def test_answer_mask_is_the_last_turn(make, tokenizer_dir, tmp_path):
     assert texts(folder, tokenizer_dir, "answer_mask") == ["first<|im_end|>", "third<|im_end|>"]
 
 
+def test_exact_match_asks_for_the_last_of_many_answers(make, tokenizer_dir, tmp_path):
+    """With more than the last turn in the mask, hardly any row would be answered exactly."""
+    messages = []
+    for number in ("one", "two", "three"):
+        messages.append({"role": "user", "content": "q"})
+        messages.append({"role": "assistant", "content": number})
+    folder = make(write(tmp_path / "a.jsonl", [{"messages": messages}]))
+    assert texts(folder, tokenizer_dir, "answer_mask") == ["three<|im_end|>"]
+
+
 def test_arguments_of_different_tool_calls_stay_apart(make, tokenizer_dir, tmp_path):
     def row(**arguments):
         call = {"function": {"name": "f", "arguments": arguments}}

@@ -15,7 +15,7 @@ from data.columns import check_column_keys, report_lines, unused_row_lines, uses
 from data.dataset import tokenize_row
 from data.files import find_files, parse_row, read_rows
 from data.messages import check_message
-from data.prompts import tokenize_row as tokenize_prompt
+from data.prompts import encode_prompt, tokenize_row as tokenize_prompt
 from data.rows import system_column, template_inputs, training_messages
 from data.shapes import read_shape
 from tests.data.chat_templates import MISTRAL, QWEN2, make_tokenizer
@@ -97,6 +97,27 @@ def test_fields_of_parts_are_reported():
         encoded(row)
     losses = encoded(row, ignored_fields=["citations"]).losses
     assert [(loss.kind, loss.field) for loss in losses] == [("unread", "cache_control")]
+
+
+def encoded_prompt(row, **changes):
+    """Return the EncodedPrompt of a row, or raise its InputError."""
+    chat = ChatTokenizer(make_tokenizer(QWEN2))
+    (result,) = encode_together([encode_prompt(row, chat, options(**changes))])
+    if isinstance(result, InputError):
+        raise result
+    return result
+
+
+def test_fields_of_parts_of_a_prompt_are_reported_too():
+    """An error, or a prompt that is dropped. But the reply, which no prompt includes, may cite."""
+    cited = [text("answer", citations=[{"cited_text": "the source"}])]
+    row = {"messages": say("q", cited, "more")}
+    with pytest.raises(InputError, match="leaves out citations of message 1"):
+        encoded_prompt(row)
+    assert encoded_prompt(row, lost_fields="drop").is_dropped
+    losses = encoded_prompt(row, lost_fields="ignore").losses
+    assert [(loss.kind, loss.field) for loss in losses] == [("lost", "citations")]
+    assert not encoded_prompt({"messages": say("q", cited)}).losses
 
 
 def test_an_error_names_all_fields_that_could_be_ignored():
@@ -448,6 +469,19 @@ def rows_of(tmp_path, name, content):
     path.write_text(content)
     datasets.disable_progress_bars()
     return read_rows(path, tmp_path / f"work_{name}")
+
+
+@pytest.mark.parametrize(
+    "name, content, row",
+    [
+        ("a.jsonl", '{"prompt": "q"}\n', {"text": '{"prompt": "q"}'}),
+        ("a.json", ' [{"prompt": "q"}]', {"text": '{"prompt": "q"}'}),
+        ("a.csv", "prompt,response\nq,a\n", {"prompt": "q", "response": "a"}),
+    ],
+)
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, name, content, row):
+    """Excel and some editors begin UTF-8 files with one. It would be part of a column's name."""
+    assert [*rows_of(tmp_path, name, "\ufeff" + content)] == [row]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from config import InputError
-from data import dataset, preference_dataset, prompts as prompts_module
+from data import dataset, preference_dataset, prompts as prompts_module, reward_dataset
 from data.chat.encoding import encode_together
 from data.chat.tokenizer import ChatTokenizer
 from data.dataset import tokenize
@@ -539,8 +539,25 @@ def test_a_cache_is_found_until_something_changes(make, tokenizer_dir, tmp_path)
     assert len(list((tmp_path / "cache").iterdir())) == 7
 
 
-@pytest.mark.parametrize("module", [dataset, prompts_module, preference_dataset])
-def test_every_option_that_tokenizes_a_row_is_part_of_the_caches_name(module):
+COMPLETIONS = [{"prompt": "q", "response": "a"}, {"messages": [user("q"), assistant("a")]}]
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+
+
+@pytest.mark.parametrize(
+    "module, rows, set_by_module",
+    [
+        (dataset, COMPLETIONS, set()),
+        (prompts_module, COMPLETIONS, set()),
+        (preference_dataset, [PAIR, *(row | {"label": True} for row in COMPLETIONS)], {"train_on"}),
+        (
+            reward_dataset,
+            [PAIR | {"margin": 2}, *(row | {"score": 1} for row in COMPLETIONS)],
+            {"train_on", "label_key"},
+        ),
+    ],
+    ids=["sft", "prompts", "preferences", "rewards"],
+)
+def test_every_option_that_tokenizes_a_row_is_part_of_the_caches_name(module, rows, set_by_module):
     names = set()
 
     class RecordedOptions(SimpleNamespace):
@@ -553,19 +570,13 @@ def test_every_option_that_tokenizes_a_row_is_part_of_the_caches_name(module):
 
     sft = {"response_key": "response", "train_on": "all", "max_length": 200}
     preferences = {"chosen_key": "chosen", "rejected_key": "rejected", "label_key": "label"}
-    recorded = RecordedOptions(**vars(options(**sft, **preferences)))
+    rewards = {"margin_key": "margin", "score_key": "score"} if module is reward_dataset else {}
+    recorded = RecordedOptions(**vars(options(**sft, **preferences, **rewards)))
     chat = ChatTokenizer(make_tokenizer())
-    rows = [{"prompt": "q", "response": "a"}, {"messages": [user("q"), assistant("a")]}]
-    if module is preference_dataset:
-        rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}] + [
-            row | {"label": True} for row in rows
-        ]
     results = encode_together([module.tokenize_row(row, chat, recorded) for row in rows])
     assert not [result for result in results if isinstance(result, InputError)]
     read = {name for name in names if not name.startswith("__")}
-    if module is preference_dataset:
-        read.remove("train_on")  # the module itself sets it
-    assert read == set(module.OPTIONS)
+    assert read - set_by_module == set(module.OPTIONS)
 
 
 @pytest.mark.slow
@@ -672,6 +683,23 @@ def test_a_long_prompt_of_a_teacher_is_treated_as_prompts_are(make, tmp_path):
     cut = PromptDataset.load(make(file, truncation="left", **limit))
     assert [prompt.teacher_ids for prompt in cut] == [p.teacher_ids[-20:] for p in whole]
     assert [prompt.input_ids for prompt in cut] == [prompt.input_ids for prompt in whole]
+
+
+def test_a_prompt_of_a_teacher_that_loses_text_is_treated_as_prompts_are(make, tmp_path, capsys):
+    losing = {"messages": [user("1+1=")], "hint": [user("2: 1+1=") | {"mood": "glad"}]}
+    rows = [losing, {"messages": [user("1+2=")], "hint": "3: 1+2="}]
+    file = write(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(
+        InputError, match="teacher_prompt_key=hint: .* leaves out mood of message 0"
+    ):
+        make(file, teacher_prompt_key="hint")
+    kept = PromptDataset.load(make(file, teacher_prompt_key="hint", lost_fields="drop"))
+    assert [prompt.row for prompt in kept] == rows[1:]
+    assert kept.stats["dropped_lost_fields"] == 1
+    capsys.readouterr()
+    whole = PromptDataset.load(make(file, teacher_prompt_key="hint", lost_fields="ignore"))
+    assert len(whole) == 2
+    assert "the chat template leaves out mood (1 row)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForSequenceClassification,
@@ -31,8 +33,10 @@ from rl.reward_model import (
 )
 from rl.scoring import RewardModel, add_to_scores
 from rl.settings import check_settings
+from rollout.samples import Samples
 from tests.support.launch import metrics, run
 from tests.support.models import make_model
+from tests.support.ranks import on_ranks
 from tests.support.samples import configure, make_samples
 
 OTHER_TEMPLATE = (
@@ -55,9 +59,12 @@ def fails_in_validation(response, row):
 WEIGHT = 0.5
 
 
-def make_other_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with other ids, another template and another end token than the demo's."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
+def make_other_tokenizer(missing: str = "") -> PreTrainedTokenizerFast:
+    """Return a tokenizer with other ids, another template and another end token than the demo's.
+
+    missing: characters that it has no tokens for.
+    """
+    alphabet = sorted({*pre_tokenizers.ByteLevel.alphabet()} - {*missing}, reverse=True)
     vocabulary = {character: i for i, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -346,30 +353,48 @@ def test_the_configuration_of_the_reward_model_is_the_actors_without_its_changes
     assert config.data.max_tokens_per_micro_batch == 77
 
 
+def held_by(samples: Samples, rank: int) -> Samples:
+    """Return samples as a rank has them, from those of which one process holds all."""
+    samples = replace(samples, rank=rank)
+    indices = samples.held.tolist()
+    return replace(
+        samples,
+        batch=samples.batch.select(indices),
+        texts=[samples.texts[i] for i in indices],
+        prompts=[samples.prompts[i] for i in indices],
+    )
+
+
+def scored_on_rank(config: DictConfig, samples: Samples) -> tuple[Samples, list[tuple]]:
+    """Return the scored samples, and the parts that the engine has moved to host memory."""
+    device = torch.device("cpu")
+    engine = FSDPEngine(reward_model_config(config), device, 1, optimize=False, head=Head.VALUES)
+    offloaded = []
+    engine.offload = lambda *parts: offloaded.append(parts)
+    model = RewardModel(config, engine, ["parameters"])
+    return model.score(held_by(samples, dist.get_rank()), None), offloaded
+
+
 # The longer conversation has 53 tokens.
 @pytest.mark.parametrize(
-    "num_positions, max_tokens", [(30, 200), (53, 200), (54, 200), (512, 30), (512, 200)]
+    "num_ranks, num_positions, max_tokens",
+    [(1, 30, 200), (1, 53, 200), (2, 53, 200), (1, 54, 200), (1, 512, 30), (1, 512, 200)],
 )
-def test_scores_in_this_process_are_those_of_transformers(
-    process_group, tmp_path, num_positions, max_tokens
-):
-    """The score takes one token of the model's positions, and of a micro-batch."""
+def test_scores_in_forks_are_those_of_transformers(tmp_path, num_ranks, num_positions, max_tokens):
+    """The score takes one token of the model's positions, and of a micro-batch.
+
+    All ranks know all scores and metrics, although each of two ranks holds one response.
+    """
     path = tmp_path / "judge"
     tokenizer = make_other_tokenizer()
     make_reward_model(path, "qwen3", tokenizer, max_position_embeddings=num_positions)
     pairs = [f"reward.model.path={path}", f"data.max_tokens_per_micro_batch={max_tokens}"]
-    config = configure(*pairs)
-    engine = FSDPEngine(
-        reward_model_config(config), torch.device("cpu"), 1, optimize=False, head=Head.VALUES
-    )
     question = {"role": "user", "content": "What is 1+1"}
     samples = make_samples([1, 2], [0.0, 1.0], [0, 1])
     prompts = [replace(prompt, row={"messages": [question]}) for prompt in samples.prompts]
     samples = replace(samples, prompts=prompts, texts=["2", "the number 3, I think"])
-    offloaded = []
-    engine.offload = lambda *parts: offloaded.append(parts)
-    scored = RewardModel(config, engine, ["parameters"]).score(samples, None)
-    assert offloaded == [("parameters",)], "it leaves the device to the engines that are trained"
+    samples.owner[0] = num_ranks - 1
+    results = on_ranks(num_ranks, tmp_path, scored_on_rank, configure(*pairs), samples)
     judge = Judge(path)
     longest = min(num_positions, max_tokens) - 1
     expected = []
@@ -381,13 +406,16 @@ def test_scores_in_this_process_are_those_of_transformers(
         num_cut += len(ids) > longest
         with torch.no_grad():
             expected.append(judge.model(torch.tensor([ids[-longest:]])).logits.item())
-    assert scored.parts["model"].tolist() == pytest.approx(expected, abs=1e-5)
-    assert scored.scores.tolist() == [0.0, 1.0]
-    assert scored.metrics["reward/model/cut"] == num_cut / 2
-    mean = sum(expected) / 2
-    assert scored.metrics["reward/model/mean"] == pytest.approx(mean, abs=1e-5)
-    assert scored.metrics["reward/model/std"] == pytest.approx(abs(expected[0] - mean), abs=1e-5)
     assert (num_cut > 0) == (longest < 53)
+    mean = sum(expected) / 2
+    for scored, offloaded in results:
+        assert offloaded == [("parameters",)], "the device is left to engines that are trained"
+        assert scored.parts["model"].tolist() == pytest.approx(expected, abs=1e-5)
+        assert scored.scores.tolist() == [0.0, 1.0]
+        metrics = scored.metrics
+        assert metrics["reward/model/cut"] == num_cut / 2
+        assert metrics["reward/model/mean"] == pytest.approx(mean, abs=1e-5)
+        assert metrics["reward/model/std"] == pytest.approx(abs(expected[0] - mean), abs=1e-5)
 
 
 @pytest.mark.slow
@@ -557,6 +585,22 @@ def test_a_row_that_the_template_rejects_is_named_at_the_start(assets, tmp_path)
     assert "\n" not in str(error.value)
 
 
+def test_a_later_row_with_a_character_that_would_be_dropped_is_named(assets, tmp_path):
+    """Its form is that of the first row, which can be read."""
+    rows = lines_of(assets / "train.jsonl")[:3]
+    rows[2]["messages"][0]["content"] += " Really?"
+    write_rows(tmp_path / "rows.jsonl", rows)
+    files = str(tmp_path / "rows.jsonl")
+    tokenizer = make_tokenizer()
+    path = tokenize_prompts(files, tokenizer, options_of(), tmp_path / "cache", assets / "policy")
+    judge = make_judge(assets, tmp_path, "false")
+    make_other_tokenizer(missing="R").save_pretrained(judge)
+    settings = [*arguments(assets, tmp_path, "other"), f"reward.model.path={judge}"]
+    datasets = {"data.train_files": PromptDataset.load(path)}
+    with pytest.raises(InputError, match="prompt 3 of data.train_files .* no token for 'R' in"):
+        check_conversations(load("ppo.yaml", settings), datasets, 1000)
+
+
 def test_a_token_without_a_row_of_the_embedding_is_named_at_the_start(assets, tmp_path):
     """The highest id of the rows is the end token's, 256: an embedding of 257 rows has it."""
     dataset = prompts_with_a_system_message(assets, tmp_path)
@@ -610,6 +654,43 @@ def test_groups_that_only_the_reward_model_tells_apart_are_informative():
     assert scored.metrics["reward/informative_groups"] == 0.5
     assert scored.metrics["score/mean"] == scored.scores.mean().item()
     assert scored.metrics["reward/function/mean"] == 1
+    alone = configure("reward.model.path=judge", "reward.function=none")
+    assert add_to_scores(alone, samples).parts.keys() == {"model"}, "no function has graded them"
+
+
+@pytest.mark.parametrize(
+    "function, parts, expected",
+    [
+        ("math", {}, {"function": [1.0, 2.0]}),
+        ("none", {}, {}),
+        ("math", {"letters": [0.5, 1.0]}, {"letters": [0.5, 1.0]}),
+    ],
+    ids=["a number", "no function", "parts"],
+)
+def test_the_parts_of_a_score_are_those_of_the_function_and_that_of_the_model(
+    function, parts, expected
+):
+    """A function that returns a number is a part of its own."""
+    config = configure(
+        "reward.model.path=judge", "reward.model.weight=0.5", f"reward.function={function}"
+    )
+    samples = make_samples([1, 2], [1.0, 2.0], [0, 0])
+    own = {name: torch.tensor(values) for name, values in parts.items()}
+    of_model = {"model": torch.tensor([-4.0, 2.0])}
+    old_metrics = {"score/mean": 1.5, "reward/failures": 0.0}
+    samples = replace(samples, parts=own | of_model, metrics=old_metrics)
+    scored = add_to_scores(config, samples)
+    assert scored.scores.tolist() == [1.0 - 2.0, 2.0 + 1.0]
+    actual = {name: values.tolist() for name, values in scored.parts.items()}
+    assert actual == expected | {"model": [-4.0, 2.0]}
+    assert list(actual)[-1] == "model"
+    for name, values in expected.items():
+        assert scored.metrics[f"reward/{name}/mean"] == sum(values) / 2
+    assert "reward/model/mean" not in scored.metrics, "score() has added it"
+    assert scored.metrics["score/mean"] == 1.0
+    assert scored.metrics["reward/failures"] == 0.0
+    assert samples.metrics == old_metrics
+    assert samples.parts.keys() == own.keys() | {"model"}
 
 
 # -- conversations ---------------------------------------------------------------------------------
