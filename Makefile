@@ -14,7 +14,7 @@ PIP := .venv/bin/python -m pip install --disable-pip-version-check -qq
 # Without bytecode, every process of the tests would compile all of them and the product again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help .venv demo-assets demo demo-images demo-tools quickstart test thorough quick soak lint clean
+.PHONY: help .venv demo-assets demo demo-images demo-tools quickstart test thorough quick soak container lint clean
 .DEFAULT_GOAL := help
 
 help:               ## this list
@@ -111,6 +111,9 @@ quick: $(filter .venv,$(VENV))        ## quick tests only, without torchrun or v
 
 soak: $(filter .venv,$(VENV))         ## runs that are killed at random moments, compared with runs left alone: 50 minutes
 	$(VENV)/bin/python -m tests.soak
+
+container:          ## the Dockerfile without a GPU, built with buildah, and a run in it: five minutes or more, as root on Debian
+	bash tests/container.sh
 
 lint: $(filter .venv,$(VENV))         ## how the code reads: ruff's rules and format, and tests/lint.py
 	$(VENV)/bin/python -m tests.lint
