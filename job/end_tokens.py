@@ -33,13 +33,14 @@ def find_new_end_ids(
     path = Path(config.model.path)
     named_ids = read_end_ids(path)
     ids = train.trained_ends(read_ending(chat).ids - named_ids)
+    teacher = "the rows teach" if ids else "the run that is resumed has taught"
     if resume_from:
         ids |= read_end_ids(resume_from / "hf") - named_ids
     if not ids:
         return []
     tokens = ", ".join(f"{chat.decode([token])} ({token})" for token in sorted(ids))
     line = (
-        f"the rows teach the model to end a turn with {tokens}, which generation_config.json and "
+        f"{teacher} the model to end a turn with {tokens}, which generation_config.json and "
         f"config.json of model.path={path} do not name: "
     )
     pronoun = "it" if len(ids) == 1 else "them"

@@ -20,6 +20,7 @@ from engines.parallel.device import gather_values, on_rank0
 
 TOUCH_SECONDS = 5.0  # how often a process touches its lock file
 WATCH_SECONDS = 20.0  # how long to wait for another host to touch its lock file
+LOOK_SECONDS = 1.0  # how often to look whether it has
 
 
 class Lock:
@@ -77,7 +78,7 @@ class Lock:
         before = self.path.stat().st_mtime_ns
         deadline = time.monotonic() + WATCH_SECONDS
         while time.monotonic() < deadline:
-            time.sleep(1)
+            time.sleep(LOOK_SECONDS)
             if self.path.stat().st_mtime_ns != before:
                 return True
         return False

@@ -85,8 +85,12 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    is_quick_run = "not slow" in item.config.option.markexpr
-    QuickGuard.item = item if is_quick_run else None
+    QuickGuard.item = item if is_quick(item.config) else None
+
+
+def is_quick(config: pytest.Config) -> bool:
+    """Return whether slow tests are left out, as by `make quick`."""
+    return "not slow" in config.option.markexpr
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,6 +129,7 @@ def own_signals() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    from tests.support.scheduling import SharedLaunchScheduling
+    from tests.support.scheduling import QuickScheduling, SharedLaunchScheduling
 
-    return SharedLaunchScheduling(config, log)
+    scheduling = QuickScheduling if is_quick(config) else SharedLaunchScheduling
+    return scheduling(config, log)

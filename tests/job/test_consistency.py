@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from config import InputError, load
-from engines.parallel.device import free_port
 from job import consistency
 from job.consistency import check_ranks_agree, describe_rank, files_named_in, first_difference
 from tests.support.launch import LIMIT, start
+from tests.support.ports import unused_port
 from tests.support.ranks import on_ranks
 
 
@@ -151,7 +151,7 @@ def test_all_ranks_hear_what_differs(tmp_path, seeds, values):
 
 @pytest.mark.slow
 def test_two_ranks_with_different_learning_rates_do_not_start(tmp_path):
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": unused_port(), "WORLD_SIZE": "2"}
     processes = []
     for rank, lr in enumerate(("1e-3", "5e-2")):
         command = [

@@ -111,6 +111,8 @@ def test_ends_are_found_across_the_borders_of_a_search(folder, monkeypatch):
         ([], [TEXT_END], "rollout.stop=['<|im_end|>']"),
         (["rollout.stop=['<|im_end|>']"], [TEXT_END], None),
         (["rollout.stop=['<|im_end|>']", "validation.stop=[x]"], [TEXT_END], None),
+        (["rollout.stop=['im_end']"], [TEXT_END], None),
+        (["rollout.stop=['x','<|im_end|>\n']"], [TEXT_END], None),
         (
             ["rollout.stop=['<|im_end|>']", "validation.stop=[x]", "data.val_files=x"],
             [TEXT_END],
@@ -160,6 +162,17 @@ def test_new_end_tokens_are_named_in_order_with_the_files_that_lack_them(folder,
         f"model.path={folder}/model do not name: exports will name them in "
         "generation_config.json\n"
     )
+
+
+def test_a_resumed_run_keeps_its_end_token_when_its_rows_teach_none(folder, tmp_path, capsys):
+    """The rows are cut before their ends. Its exports would no longer stop at the token."""
+    config, chat, train, checkpoint = load_two_ends(folder, tmp_path)
+    shortest = train.lengths.min() - 2  # without an end token and a newline
+    _, cut = load_rows(folder, chat, "data.truncation=right", f"data.max_length={shortest}")
+    assert find_new_end_ids(config, chat, cut, resume_from=None) == []
+    assert find_new_end_ids(config, chat, cut, checkpoint) == [7]
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("the run that is resumed has taught the model to end a turn with ")
 
 
 @pytest.mark.parametrize("has_checkpoint, pronoun", [(False, "it"), (True, "them")])

@@ -114,6 +114,16 @@ def test_weights_mix_the_names_of_train_files(folder, script, shuffle):
     ]
 
 
+@pytest.mark.parametrize("first", ["more", "more/*.jsonl"])
+def test_weights_follow_names_that_stand_for_several_files(folder, first):
+    """The first name is a directory or a pattern. The next one has 12 rows."""
+    files = f"data.train_files=[{folder}/{first},{folder}/a.jsonl,{folder}/more/c.jsonl]"
+    order = order_of(folder, files, "data.weights=[1,2,1]")
+    assert order.identity["data.weights"] == "1 for 8 rows, 2 for 12 rows, 1 for 3 rows"
+    mixture = Mixture([8, 12, 3], [1, 2, 1], SIZE, seed=3)
+    assert batches(order) == [mixture.rows_of_batch(k).tolist() for k in range(STEPS)]
+
+
 def test_weights_count_the_rows_that_are_used(folder, tmp_path):
     """Of the second file, one row is left, the others are blank or too long."""
     long = {"prompt": "1" * 300, "response": "2"}

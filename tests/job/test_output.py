@@ -1,6 +1,7 @@
 """A run's directory, locked and shared by all nodes; missing ranks; ranks that outlive torchrun."""
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -16,9 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from config import InputError
-from engines.parallel import device
 from job import output
 from tests.support.launch import LIMIT, ROOT, environment, launch, run, wait_for
+from tests.support.ports import unused_port
 from tests.support.ranks import on_ranks
 
 HOST = socket.gethostname()
@@ -73,13 +74,23 @@ def test_a_second_run_is_refused_and_a_killed_one_leaves_no_lock(tmp_path):
 
 
 def test_the_lock_of_a_dead_process_names_the_one_that_takes_it(tmp_path):
-    """Even if the old record is longer than the new one."""
+    """At once, and even if the old record is longer than the new one."""
     file = tmp_path / ".lock"
     file.write_text(json.dumps({"host": HOST, "pid": 1, "since": "long ago", "note": 300 * "x"}))
+    start = time.monotonic()
     lock = output.Lock(tmp_path)
+    assert time.monotonic() - start < output.WATCH_SECONDS / 2, "nobody else can hold it"
     assert json.loads(file.read_text())["pid"] == os.getpid()
     lock.release()
     assert file.read_text() == ""
+
+
+def test_a_lock_that_another_process_has_just_taken_holds_before_its_record_is_written(tmp_path):
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="is in use by process None on None"):
+            output.Lock(tmp_path)
+    output.Lock(tmp_path).release()
 
 
 def test_a_shared_directory_is_made_with_its_parents_and_may_exist(tmp_path):
@@ -89,9 +100,26 @@ def test_a_shared_directory_is_made_with_its_parents_and_may_exist(tmp_path):
         assert list(directory.iterdir()) == []
 
 
+def error_of_check(directory: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        output.check_shared(directory, "data.cache_dir")
+    return str(caught.value)
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path):
+    """Though only rank 0 tries: the others do not wait for its file."""
+    (tmp_path / "file").touch()
+    directory = tmp_path / "file" / "cache"
+    error = (
+        f"data.cache_dir={directory} cannot be written: Not a directory; set data.cache_dir to a "
+        "directory in which you may write"
+    )
+    assert on_ranks(2, tmp_path, error_of_check, directory) == [error, error]
+
+
 def test_a_lock_of_another_host_holds_as_long_as_it_is_touched(tmp_path, monkeypatch):
     """As on a file system whose locks hold on one host alone."""
-    monkeypatch.setattr(output, "WATCH_SECONDS", 1.0)
+    monkeypatch.setattr(output, "LOOK_SECONDS", 0.01)
     file = tmp_path / ".lock"
     record = {"host": "elsewhere", "pid": 1, "since": "2026-01-01 00:00:00"}
     file.write_text(json.dumps(record))
@@ -109,7 +137,9 @@ def test_a_lock_of_another_host_holds_as_long_as_it_is_touched(tmp_path, monkeyp
     finally:
         ended.set()
         toucher.join()
+    monkeypatch.setattr(output, "WATCH_SECONDS", 0.1)
     output.Lock(tmp_path).release()
+    assert file.read_text() == ""
 
 
 def test_without_flock_a_lock_of_this_host_holds_as_long_as_it_is_touched(tmp_path, monkeypatch):
@@ -119,12 +149,15 @@ def test_without_flock_a_lock_of_this_host_holds_as_long_as_it_is_touched(tmp_pa
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(output.fcntl, "flock", no_flock)
-    monkeypatch.setattr(output, "WATCH_SECONDS", 2.0)
-    monkeypatch.setattr(output, "TOUCH_SECONDS", 0.2)
+    monkeypatch.setattr(output, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(output, "TOUCH_SECONDS", 0.05)
     lock = output.Lock(tmp_path)
     with pytest.raises(InputError, match=f"is in use by process {os.getpid()} on {HOST},"):
         output.Lock(tmp_path)
     lock.release()
+    file = tmp_path / ".lock"
+    file.write_text(json.dumps({"host": HOST, "pid": 1, "since": "long ago"}))  # it was killed
+    monkeypatch.setattr(output, "WATCH_SECONDS", 0.1)
     output.Lock(tmp_path).release()
 
 
@@ -195,7 +228,7 @@ def test_a_directory_that_nodes_do_not_share_is_an_error(tmp_path, is_shared):
         LOCAL_RANK="0",
         WORLD_SIZE="2",
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=device.free_port(),
+        MASTER_PORT=unused_port(),
         PYTHONPATH=str(ROOT),
     )
     processes = []
@@ -236,7 +269,7 @@ def test_a_directory_that_a_node_shows_late_is_shared(tmp_path):
     """The file by which ranks recognize it stays until all of them have seen it."""
     for rank in "01":
         (tmp_path / rank).mkdir()
-    assert on_ranks(2, tmp_path, check_from_own_folder, tmp_path, 0.3) == [None, None]
+    assert on_ranks(2, tmp_path, check_from_own_folder, tmp_path, 0.05) == [None, None]
     assert list((tmp_path / "0" / "run").iterdir()) == []
 
 
@@ -279,7 +312,7 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_whatever_the_others_wait_for
     env = environment(
         WORLD_SIZE="2",
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=device.free_port(),
+        MASTER_PORT=unused_port(),
         PYTHONPATH=str(ROOT),
     )
     stopped, waiting = (

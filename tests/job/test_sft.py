@@ -1,7 +1,6 @@
 """train_sft.py as its users run it: real processes, real signals."""
 
 import json
-import os
 import shutil
 import signal
 import sys
@@ -32,6 +31,7 @@ from tests.support.launch import (
     wait_for,
 )
 from tests.support.models import make_model
+from tests.support.ports import unused_port
 from tests.support.small_disk import small_disk
 from tests.support.training import flip_bit
 from tests.support.traps import set_trap
@@ -249,7 +249,7 @@ def test_slurm_ranks_stop_on_a_signal_to_one_of_them_and_one_process_goes_on(
     slurm = {
         "SLURM_NTASKS": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(20000 + os.getpid() % 20000),
+        "MASTER_PORT": unused_port(),
     }
     ranks = [
         start(command, tmp_path / f"log{i}", SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **slurm)
@@ -580,7 +580,7 @@ def test_a_run_continues_with_ranks_that_share_only_long_rows(assets, uninterrup
         compared = [key for key in expected_line if key.startswith(("train/", "val/"))]
         expected = {key: expected_line[key] for key in compared}
         assert {key: line[key] for key in compared} == pytest.approx(expected, rel=1e-4)
-        assert 0.5 < line["perf/plan_efficiency"] <= 1
+        assert 0.5 < line["perf/plan_efficiency"] < 1 + 1e-9
     for group_size in (1, 2):
         assert sum(line[f"perf/cp_{group_size}"] for line in lines) > 0
     assert "val/exact_match" in lines[-1]

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engines.parallel.device import free_port
 from job import signals
 from tests.support.launch import LIMIT, ROOT, environment, heed_signals
+from tests.support.ports import unused_port
 from tests.support.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -234,7 +234,7 @@ def test_a_second_ctrl_c_stops_at_once(number):
 @pytest.mark.slow
 def test_a_rank_that_waits_for_another_ends_at_once():
     """Python runs no handler of its own while a rank waits in C++ for the others."""
-    port = free_port()
+    port = unused_port()
     ranks = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2")
     process = subprocess.Popen(
         [sys.executable, "-c", WAIT_FOR_A_RANK],

@@ -99,9 +99,11 @@ def test_a_call_that_ends_its_worker_fails_alone(make_pool, num_starts):
     failures = job.results[1:3]
     assert [(f.kind, f.trace) for f in failures] == [("died", "ended with exit code 3")] * 2
     assert all(worker.alive for worker in pool.idle), "no worker that has ended is used again"
+    assert num_starts() == 3, "one in place of each of the two that have ended"
     again = Calls([[0], [1]])
     pool.run(again)
     assert again.results == [0, 2]
+    assert num_starts() == 3, "workers that have repeated calls are used again"
 
 
 class OneWrong(Calls):
@@ -146,6 +148,18 @@ def test_after_close_no_further_call_is_made(make_pool, num_starts):
     later = Calls([[0]])
     pool.run(later)
     assert later.results == [0]
+
+
+def test_a_worker_that_a_thread_takes_while_the_pool_closes_is_ended(make_pool):
+    """The end of a run does not wait for a call that begins too late."""
+    pool = make_pool(1)
+    pool.close()
+    worker = pool._take_worker()
+    start = time.monotonic()
+    worker.send({"call": [0], "seconds": SECONDS, "exit": 0}, 2 * SECONDS, [0])
+    assert worker.receive() is None
+    assert time.monotonic() - start < SECONDS / 2
+    assert not worker.alive
 
 
 def test_a_call_whose_time_is_up_while_another_one_ends_is_not_blamed(make_pool):

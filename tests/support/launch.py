@@ -429,16 +429,19 @@ def start(command: list, log: Path, fresh: bool = False, **env: str) -> subproce
         log.write_text("")
         (folder / "stdout").symlink_to(log)
         (folder / "stderr").symlink_to(log)
-        return Fork(command, modules_of(script, command), ROOT, own_environment, folder)
-    with open(log, "w") as file:
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=own_environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            preexec_fn=heed_signals,
-        )
+        process = Fork(command, modules_of(script, command), ROOT, own_environment, folder)
+    else:
+        with open(log, "w") as file:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=own_environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                preexec_fn=heed_signals,
+            )
+    process.log = log
+    return process
 
 
 def wait_for(
@@ -447,9 +450,15 @@ def wait_for(
     """Wait until `condition()` holds while `process` is alive."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, "the run ended too early"
+        assert process.poll() is None, f"the run ended too early:\n{output_of(process)}"
         assert time.monotonic() < deadline, "the run is too slow"
         time.sleep(0.002)
+
+
+def output_of(process: subprocess.Popen | Fork) -> str:
+    """Return what a process of start() has printed, and nothing for others."""
+    log = getattr(process, "log", None)
+    return log.read_text() if log else ""
 
 
 def kill_all(process: subprocess.Popen | Fork) -> None:

@@ -4,6 +4,7 @@ For tests of a few collectives that need no torchrun. What the function returns 
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -62,6 +63,9 @@ def run_rank(
     sender: Connection, rank: int, num_ranks: int, path: Path, function: Callable, arguments: tuple
 ) -> None:
     """Call the function in a process group, and send its result."""
+    # A process group of an earlier test may wait for the garbage collector. Its threads do not
+    # exist in a fork, so to delete it here would wait for them forever.
+    gc.freeze()
     faulthandler.dump_traceback_later(SECONDS_UNTIL_STACKS)
     os.environ["RANK"] = str(rank)
     torch.set_num_threads(1)  # a fork has no other threads

@@ -2,11 +2,11 @@
 
 import importlib.util
 import sys
+from pathlib import Path
 
-from tests.support.launch import ROOT
-
-# Where `make .venv` installs it on a CPU. transformers would import it in every run otherwise.
-DIRECTORY = ROOT / ".venv" / "float8"
+# Where `make .venv` installs it on a CPU, in the environment of this Python. transformers would
+# import it in every run otherwise.
+DIRECTORY = Path(sys.prefix) / "float8"
 
 
 def make_importable() -> None:
