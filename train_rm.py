@@ -76,7 +76,7 @@ def set_up(config, loss):
     The user's mistakes are reported here, before any weights are loaded; cheap checks come first.
     """
     from data.columns import check_column_keys
-    from data.reward_dataset import OPTIONS, RewardDataset, tokenize_rewards
+    from data.reward_dataset import RewardDataset, tokenize_rewards
     from data.selection import training_rows, validation_rows
     from job.models import check_token_ids, report_unused_mtp, warn_of_length
     from job.order import sampler_reads
@@ -107,16 +107,22 @@ def set_up(config, loss):
     run.choose_order()
     run.plan_memory({ROLE: config})
     run.start_profiler(["train_batch", "validate"] if run.val else ["train_batch"])
-    progress = RewardProgress(
-        identity=identify(config, hf_config, run.train)
-        | run.order.identity
-        | {"algorithm.loss": loss.name},
+    run.find_checkpoint(new_progress(run, hf_config, loss))
+    return run
+
+
+def new_progress(run, hf_config, loss) -> RewardProgress:
+    """Return the progress before the first step, with the settings that a resumed run must have."""
+    from data.reward_dataset import OPTIONS
+
+    config = run.config
+    settings = identify(config, hf_config, run.train)
+    return RewardProgress(
+        identity=settings | run.order.identity | {"algorithm.loss": loss.name},
         tokenization=identify_tokens(config, OPTIONS),
         export_dtype=config.engine.compute_dtype,
         lora=adapter(config, run.base_name),
     )
-    run.find_checkpoint(progress)
-    return run
 
 
 def train(run, trainer) -> None:

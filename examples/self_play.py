@@ -111,6 +111,13 @@ def play(run, roles, states):
     return samples, other_samples, metrics
 
 
+def export_second_player(run, roles, states):
+    """Write the second player to hf_other. The actor is then the first, which finish() exports."""
+    with playing(roles, states, 1):
+        roles.export(run.output_dir / "hf_other", run.base_name)
+    roles.actor.load_state(states[0])
+
+
 def main(config):
     from omegaconf import OmegaConf
 
@@ -147,9 +154,7 @@ def main(config):
             frozen_numbers = other_samples.scores
         metrics["game/against_frozen"] = winnings(samples.scores, frozen_numbers).mean().item()
         end_step(run, roles, samples, metrics, NUM_PLAYERS, start)
-    with playing(roles, states, 1):
-        roles.export(run.output_dir / "hf_other", run.base_name)
-    roles.actor.load_state(states[0])
+    export_second_player(run, roles, states)
     finish(run, roles, grader)
 
 

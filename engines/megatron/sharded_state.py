@@ -92,16 +92,23 @@ def sharded_optimizer_state(
 ) -> dict:
     """Return the state of all chained optimizers by number, and the "step".
 
-    Experts have their own optimizer. A pipeline stage that has nothing to train has no state and
-    counts no steps.
+    Experts have their own optimizer. A pipeline stage that has nothing to train has no state.
     """
     chained = optimizer.chained_optimizers
     states = [weight_states(inner, dict(model_state), loading) for inner in chained]
     state = {number: tensors for number, tensors in enumerate(states) if tensors}
-    step = torch.tensor(max(map(get_step, chained)), device=device)
-    dist.all_reduce(step, dist.ReduceOp.MAX)
-    state["step"] = step.item()
+    state["step"] = num_steps_of_run(chained, device)
     return state
+
+
+def num_steps_of_run(chained: list, device: torch.device) -> float:
+    """Return the largest number of steps that an optimizer of any rank has taken.
+
+    A pipeline stage that has nothing to train counts no steps.
+    """
+    num_steps = torch.tensor(max(map(get_step, chained)), device=device)
+    dist.all_reduce(num_steps, dist.ReduceOp.MAX)
+    return num_steps.item()
 
 
 def weight_states(optimizer, model_state: dict, loading: bool) -> dict[int, dict]:

@@ -79,7 +79,10 @@ BF16 = "compute_dtype=bfloat16"
 AUX = "router_aux_loss_coef=0.3"
 # With these caps some sequences are longer than the share of one rank or, with four ranks, of two.
 AUTO = "context_parallel_size=auto"
+# So that a sequence gets no larger group than it needs.
+COSTLY_SHARING = "context_parallel_costs=[1,0,0,0.5]"
 SHORT = "data.max_tokens_per_micro_batch=24"
+SHORTER = "data.max_tokens_per_micro_batch=16"
 SHORTEST = "data.max_tokens_per_micro_batch=12"
 # What decides which tokens a layer sees, and how layers are divided.
 ARRANGEMENTS = (TP2, TP4, PP2, VPP2, CP2, EP2, EP4, NO_SP, PADDED, AUTO, BF16)

@@ -56,6 +56,8 @@ def kill_at_rename(monkeypatch, name: str) -> None:
 def test_a_crash_while_publishing_leaves_latest_on_a_complete_checkpoint(
     checkpointer, engine, monkeypatch, renamed
 ):
+    """Also if a run keeps a single checkpoint, which the new one replaces."""
+    checkpointer.max_checkpoints = 1
     save(checkpointer, 1, engine)
     kill_at_rename(monkeypatch, renamed)
     with pytest.raises(Killed):
@@ -98,8 +100,11 @@ def test_checkpoints_are_in_the_order_of_their_steps(checkpointer):
 
 
 def test_an_engine_that_leaves_weights_unused_names_the_model_that_has_them(
-    checkpointer, engine, model, monkeypatch
+    checkpointer, model, monkeypatch
 ):
+    """An export finds it from any directory, although the run was given a relative path."""
+    monkeypatch.chdir(model.parent)
+    engine = StubEngine(Path(model.name))
     monkeypatch.setattr(StubEngine, "has_unused_weights", True)
     progress = read_progress(save(checkpointer, 1, engine))
     assert progress == {"step": 1, "export_dtype": "float32", "rest": str(model.absolute())}
@@ -203,6 +208,17 @@ def test_a_damaged_checkpoint_is_not_resumed_from(checkpointer, engine, file):
     assert not damaged.exists()
     assert damaged.with_name("step_00000002.damaged").is_dir()
     assert (checkpointer.directory / "latest").read_text() == "step_00000001\n"
+
+
+def test_a_run_resumes_from_its_own_checkpoints_rather_than_from_another_run(
+    checkpointer, engine, tmp_path
+):
+    """A run that is started again with the same command must not begin anew."""
+    other = save(checkpointer, 5, engine)
+    own = Checkpointer(tmp_path / "own", max_checkpoints=3, asynchronous=False)
+    assert own.find(str(other)) == other
+    saved = save(own, 1, engine)
+    assert own.find(str(other)) == saved
 
 
 def test_a_dry_run_reports_damaged_checkpoints_and_leaves_them(checkpointer, engine, capsys):

@@ -125,6 +125,113 @@ def test_a_micro_batch_is_shared_by_at_most_the_largest_group(size, shared_by):
     assert plans == [[(shared_by, [0, 1, 2])]]
 
 
+class LeaksInGroupsOf(StubEngine):
+    """Layer 1 mixes sequences only if a micro-batch is shared by this many ranks."""
+
+    dp_size = 4
+    cp_groups = {1: None, 2: None, 4: None}
+
+    def __init__(self, leaking_size: int):
+        super().__init__(leaking_layer=None)
+        self.leaking_size = leaking_size
+        self.config.engine.context_parallel_size = "auto"
+
+    def head_outputs(self, batch: Batch, micro_batches: list) -> Tensor:
+        ((size, _),) = micro_batches
+        self.stack[1].leaks = size == self.leaking_size
+        return super().head_outputs(batch, micro_batches)
+
+    def head_outputs_one_by_one(self, batch: Batch) -> Tensor:
+        self.stack[1].leaks = False
+        return super().head_outputs_one_by_one(batch)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_leak_in_groups_of_any_size_is_found(size):
+    """With dynamic context parallelism, micro-batches are shared by 1, 2 or 4 of 4 ranks."""
+    with pytest.raises(InputError) as error:
+        guard.check_isolation(LeaksInGroupsOf(size))
+    message = str(error.value)
+    assert "the outputs of packed and shared sequences" in message
+    assert "first in layer 1 of 0 to 3" in message
+    assert message.endswith(": set engine.context_parallel_size=1")
+
+
+class LeaksOnlyPacked(StubEngine):
+    """Keeps sequences apart if each has a row of its own."""
+
+    @contextmanager
+    def padded(self):
+        self.stack[1].leaks = False
+        yield
+        self.stack[1].leaks = True
+
+
+class LeakingEmbedding(StubEngine):
+    def outputs(self, input_ids: Tensor, starts: list[int]) -> Tensor:
+        mixed = RunningMean(leaks=True)(self.embedding[input_ids], starts)
+        return mixed[:, :3].T
+
+
+@pytest.mark.parametrize(
+    "engine_class, place, advice",
+    [
+        (LeaksOnlyPacked, "in layer 1 of 0 to 3", "set engine.use_remove_padding=false"),
+        (StubEngine, "in layer 1 of 0 to 3", "model_engine=fsdp cannot train this model"),
+        (LeakingEmbedding, "in the embedding", "model_engine=fsdp cannot train this model"),
+    ],
+)
+def test_the_error_advises_padding_only_if_it_helps(engine_class, place, advice):
+    with pytest.raises(InputError) as error:
+        guard.check_isolation(engine_class(leaking_layer=1))
+    message = str(error.value)
+    assert "the outputs of packed sequences" in message
+    assert f"first {place}, but" in message
+    assert message.endswith(f": {advice}")
+
+
+class RoundsToBfloat16(StubEngine):
+    """Sequences that are computed together differ by some rounding errors of bfloat16."""
+
+    def head_outputs(self, batch: Batch, micro_batches: list) -> Tensor:
+        error = 2 * torch.finfo(torch.bfloat16).eps
+        return super().head_outputs(batch, micro_batches) * (1 + error)
+
+
+def test_differences_that_rounding_explains_are_accepted():
+    engine = RoundsToBfloat16(leaking_layer=None)
+    engine.compute_dtype = torch.bfloat16
+    difference, bound = guard.check_isolation(engine)
+    assert difference > bound / guard.MARGIN
+    engine.compute_dtype = torch.float32
+    with pytest.raises(InputError, match="but rounding explains at most"):
+        guard.check_isolation(engine)
+
+
+def test_a_leak_of_something_that_an_earlier_layer_wrote_is_found():
+    """Layers that all read the input of the first one do not show it."""
+    engine = StubEngine(leaking_layer=None)
+    engine.embedding[:, -1] = 0
+
+    def write(hidden: Tensor, starts: list[int]) -> Tensor:
+        return torch.cat([hidden[:, :-1], hidden[:, :1]], dim=1)
+
+    def leak(hidden: Tensor, starts: list[int]) -> Tensor:
+        return hidden + hidden[:, -1:].cumsum(0)
+
+    engine.stack[0].forward = write
+    engine.stack[2].forward = leak
+    with pytest.raises(InputError, match="first in layer 2 of 0 to 3"):
+        guard.check_isolation(engine)
+
+
+def test_groups_of_dynamic_context_parallelism_have_powers_of_two():
+    engine = LeaksInGroupsOf(8)
+    for dp_size, sizes in ((1, [1]), (3, [1, 2]), (4, [1, 2, 4])):
+        engine.dp_size = dp_size
+        assert guard.group_sizes(engine) == sizes
+
+
 def test_hooks_are_removed_after_an_error():
     engine = StubEngine(leaking_layer=1)
     with pytest.raises(InputError):

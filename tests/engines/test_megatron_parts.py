@@ -23,9 +23,10 @@ from engines.model import lora
 from engines.teacher import HiddenHead
 from tests.engines.megatron_checks import make_config
 from tests.support.estimates import checkpoint_bytes, estimate_bytes
+from tests.support.guarded import unguarded
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
-from tests.support.training import make_batch
+from tests.support.training import make_batch, make_loss
 
 
 @pytest.mark.parametrize("rows_per_group", [[3], [2, 2], [4, 1, 1], [6, 2, 2]])
@@ -207,6 +208,90 @@ def test_ranks_drop_the_same_numbers_only_of_an_input_that_they_share(tmp_path, 
         is_row_parallel = "linear_proj" in name or "linear_fc2" in name
         is_shared = not is_row_parallel and not sequence_parallel
         assert (second_rank[name] == draws) == is_shared
+
+
+def adapters_and_merged_weights(model: Path, targets: str) -> tuple[dict, dict]:
+    """Return random adapters of some projections, and the weights with these adapters in them."""
+    pairs = [f"model.path={model}", "model_engine=megatron", "data.train_files=unused"]
+    pairs += ["engine.compute_dtype=float32", f"model.lora.target_modules={targets}"]
+    pairs += ["model.lora.rank=4", "model.lora.alpha=8"]
+    engine = MegatronEngine(load("sft.yaml", pairs), torch.device("cpu"), 1, optimize=False)
+    set_random_adapters(engine)
+    return dict(engine.export_adapter()), dict(engine.export_weights())
+
+
+def set_random_adapters(engine: MegatronEngine) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in engine.models[0].parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(generator=generator)
+
+
+@pytest.mark.parametrize("targets", ["[v_proj,up_proj]", "[q_proj,k_proj,gate_proj]"])
+def test_some_projections_of_a_fused_matrix_have_adapters(tmp_path, targets):
+    """Whichever they are: Megatron has one matrix for q, k and v, and one for gate and up."""
+    model = make_model(tmp_path / "llama", "llama", num_hidden_layers=1)
+    ((adapters, merged),) = on_ranks(1, tmp_path, adapters_and_merged_weights, model, targets)
+    adapted = set()
+    for name, weight in load_file(model / "model.safetensors").items():
+        if any(f".{target}." in name for target in targets.strip("[]").split(",")):
+            stem = name.removesuffix(".weight")
+            adapted.add(stem)
+            a = adapters[f"{stem}.lora_A.weight"]
+            b = adapters[f"{stem}.lora_B.weight"]
+            weight = weight + 8 / 4 * b @ a
+        torch.testing.assert_close(merged[name], weight)
+    assert adapters.keys() == {f"{stem}.lora_{kind}.weight" for stem in adapted for kind in "AB"}
+
+
+def answers_of_the_base(model: Path) -> list[list[float]]:
+    """Return log-probabilities with new adapters, with random ones, without them, and with them
+    again."""
+    pairs = [f"model.path={model}", "model_engine=megatron", "data.train_files=unused"]
+    pairs += ["engine.compute_dtype=float32", "model.lora.rank=4"]
+    engine = MegatronEngine(load("sft.yaml", pairs), torch.device("cpu"), 1, optimize=False)
+    batch = make_batch(0)
+    answers = [engine.log_probs(batch)[0].tolist()]
+    set_random_adapters(engine)
+    answers.append(engine.log_probs(batch)[0].tolist())
+    with engine.without_adapters():
+        answers.append(engine.log_probs(batch)[0].tolist())
+    answers.append(engine.log_probs(batch)[0].tolist())
+    return answers
+
+
+def test_without_its_adapters_a_model_is_the_base(tmp_path):
+    """It is the reference of a policy. New adapters add nothing."""
+    model = make_model(tmp_path / "llama", "llama", num_hidden_layers=1)
+    (answers,) = on_ranks(1, tmp_path, answers_of_the_base, model)
+    new, with_adapters, without, with_adapters_again = answers
+    assert without == new != with_adapters
+    assert with_adapters_again == with_adapters
+
+
+def router_loss_of_a_step(model: Path) -> float:
+    """Return the auxiliary loss of a step in which each rank has one sequence.
+
+    All experts are equally likely, so the loss of each token is 1.
+    """
+    pairs = [f"model.path={model}", "model_engine=megatron", "data.train_files=unused"]
+    pairs += ["engine.compute_dtype=float32", "engine.router_aux_loss_coef=0.3"]
+    with unguarded():
+        engine = MegatronEngine(load("sft.yaml", pairs), torch.device("cpu"), total_steps=1)
+    for router in engine.routers:
+        router.weight.data.zero_()
+    batch = make_batch(0)
+    loss_fn = make_loss(len(batch.input_ids))
+    share = batch.select([[0], [2]][engine.dp_rank])
+    return engine.train_batch(share, loss_fn, 0, [(1, [0])])["router_aux_loss"]
+
+
+def test_the_routers_loss_is_a_mean_over_the_tokens_of_all_ranks(tmp_path):
+    """Otherwise it would weigh more, the more ranks there are."""
+    first, _, second = make_batch(0).lengths[:3]
+    assert first != second
+    model = make_model(tmp_path / "moe", "qwen3_moe", num_hidden_layers=1)
+    assert on_ranks(2, tmp_path, router_loss_of_a_step, model) == pytest.approx([1.0, 1.0])
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,12 @@ MOE = "model.path=FOLDER/qwen3_moe"
         ),
         (
             2,
+            ["engine.context_parallel_costs=[400,170,280,0.1]"],
+            r"context_parallel_costs=\[400, 170, 280, 0.1\] has no effect with "
+            "engine.context_parallel_size=1",
+        ),
+        (
+            2,
             ["engine.expert_model_parallel_size=2"],
             "expert_model_parallel_size=2 needs a mixture of experts",
         ),

@@ -7,6 +7,7 @@ no torchrun.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from config import load
 from engines.heads import Head
 from engines.megatron.checkpoint_files import copy_to_host, hf_weights
 from engines.megatron.engine import MegatronEngine
+from engines.megatron.sharded_state import get_step, num_steps_of_run
 from tests.support.cases import id_of, slow_unless_quick
 from tests.support.models import make_model
 from tests.support.ranks import on_ranks
@@ -200,6 +202,35 @@ def test_a_save_in_the_background_has_a_copy_of_the_tensors():
     copy_to_host({"engine": [part]})
     weight.zero_()
     assert part.data.tolist() == [1, 1, 1]
+
+
+def optimizer_after(num_steps: int) -> SimpleNamespace:
+    """Return what a MegatronOptimizer holds after so many steps."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    adam = torch.optim.AdamW([weight])
+    for _ in range(num_steps):
+        weight.grad = torch.ones(3)
+        adam.step()
+    return SimpleNamespace(optimizer=adam)
+
+
+def steps_of_rank(*numbers_of_steps: tuple[int, int]) -> float:
+    """Return the step that a checkpoint stores. numbers_of_steps: of each rank's two optimizers."""
+    optimizers = [optimizer_after(number) for number in numbers_of_steps[dist.get_rank()]]
+    return num_steps_of_run(optimizers, torch.device("cpu"))
+
+
+def test_an_optimizer_without_state_has_taken_no_steps():
+    assert get_step(optimizer_after(0)) == 0.0
+    assert get_step(optimizer_after(2)) == 2.0
+
+
+@pytest.mark.parametrize("numbers_of_steps", [((0, 0), (0, 3)), ((3, 0), (0, 0))])
+def test_a_checkpoint_stores_the_step_of_a_rank_that_has_something_to_train(
+    tmp_path, numbers_of_steps
+):
+    """Otherwise Adam's bias correction would begin anew if the first pipeline stage is frozen."""
+    assert on_ranks(2, tmp_path, steps_of_rank, *numbers_of_steps) == [3.0, 3.0]
 
 
 def errors_of_other_states(folder: Path) -> list[str]:

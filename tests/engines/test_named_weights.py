@@ -8,9 +8,10 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch import nn
 
-from config import InputError
+from config import InputError, load
 from engines.check import Reference, find_differences, require_close
 from engines.heads import Head
+from engines.model import freeze
 from engines.model.classifier import check_trainable
 from engines.model.freeze import warn_of_wide_pattern, with_literal_dots
 from engines.model.hf import build_on_meta, read_hf_config
@@ -105,6 +106,32 @@ def test_variants_of_lora_are_refused(settings, reason):
 def test_last_names_are_enough_if_all_layers_with_them_are_adapted(targets, excluded, expected):
     settings = OmegaConf.create({"target_modules": targets, "exclude_modules": excluded})
     assert selects_by_last_name(settings) == expected
+
+
+@pytest.mark.parametrize(
+    "pattern, num_frozen, span",
+    [
+        (
+            r"layers\.[12]\.",
+            2 * 9,
+            "model.layers.1.self_attn.q_proj.weight to "
+            "model.layers.2.post_attention_layernorm.weight",
+        ),
+        ("lm_head|embed", 2, "model.embed_tokens.weight to lm_head.weight"),
+        ("embed", 1, "model.embed_tokens.weight"),
+    ],
+)
+def test_the_first_and_last_frozen_weights_are_named(model, capsys, pattern, num_frozen, span):
+    """In the order of the model: in that of the alphabet, layers.10 comes before layers.2."""
+    settings = [f"model.path={model}", "data.train_files=t", f"model.freeze=['{pattern}']"]
+    config = load("sft.yaml", settings)
+    hf = build_on_meta(read_hf_config(model), torch.float32)
+    freeze.apply(config, hf, reports=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"freezes {num_frozen} of {3 * 9 + 3} parameters" in line
+    num_elements = sum(p.numel() for p in hf.parameters())
+    num_frozen_elements = sum(p.numel() for p in hf.parameters() if not p.requires_grad)
+    assert line.endswith(f"({num_frozen_elements:,} of {num_elements:,} elements): {span}")
 
 
 # -- names in files --------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 Each rank is a fork of this process.
 """
 
+import gc
 import itertools
 import math
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -454,6 +456,48 @@ def test_what_rank_0_returns_or_raises_reaches_all_ranks(tmp_path):
     assert on_ranks(3, tmp_path, work_on_rank0) == [[0, 4, "a mistake"]] * 3
 
 
+def groups_after_work_on_rank0(is_a_mistake: bool) -> list[float]:
+    """Return the limit of waiting [s] of each group that is left after work on rank 0."""
+
+    def work() -> None:
+        if is_a_mistake:
+            raise InputError("a mistake")
+
+    for _ in range(2):
+        with suppress(InputError):
+            on_rank0(work)
+    return limits_of_waiting()
+
+
+def limits_of_waiting() -> list[float]:
+    """Return the limit of each group [s], in the order in which the groups were made."""
+    groups = dist.distributed_c10d._world.pg_map
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
+
+
+@pytest.mark.parametrize("is_a_mistake", [False, True])
+def test_work_on_rank_0_leaves_no_group_behind(tmp_path, is_a_mistake):
+    """Each group has threads and sockets, which a long run would collect."""
+    for limits in on_ranks(2, tmp_path, groups_after_work_on_rank0, is_a_mistake):
+        assert len(limits) == 1
+
+
+def work_in_a_group_of_ones_own() -> list:
+    """Work twice in a group that is given, then in a new one."""
+    group = dist.new_group(backend="gloo")
+    limits = [on_rank0(limits_of_waiting, group=group) for _ in range(2)]
+    return [*limits, on_rank0(limits_of_waiting)]
+
+
+def test_ranks_may_wait_for_days_for_work_on_rank_0(tmp_path):
+    """Rank 0 may tokenize a large file. A group that is given stays, and is used again."""
+    minutes_30 = 1800.0
+    days_7 = 7 * 86400.0
+    given = [minutes_30, minutes_30]
+    expected = [given, given, [*given, days_7]]
+    assert on_ranks(2, tmp_path, work_in_a_group_of_ones_own) == [expected] * 2
+
+
 def work_on_every_rank() -> list:
     def fail_on_later_ranks() -> None:
         if dist.get_rank():
@@ -590,3 +634,21 @@ def test_a_disk_that_fills_up_at_latest_ends_all_ranks_with_one_line(tmp_path):
     message = f"the disk is full: {directory}/latest needs 14 bytes"
     assert [error.startswith(message) for error in errors] == [True, True]
     assert (directory / "step_00000001" / "trainer.json").is_file()
+
+
+def collect_garbage() -> bool:
+    return gc.collect() >= 0
+
+
+def test_a_fork_does_not_delete_the_process_groups_of_its_parent(tmp_path):
+    """It has none of their threads, and would wait for them forever."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    gc.disable()
+    try:
+        cycle = [dist.group.WORLD]
+        cycle.append(cycle)
+        dist.destroy_process_group()
+        del cycle
+        assert on_ranks(2, tmp_path, collect_garbage) == [True, True]
+    finally:
+        gc.enable()

@@ -197,6 +197,26 @@ def test_experts_are_divided_by_expert_parallel_ranks_alone(models):
     assert two.optimizer == (dense / 2 + experts / 2) * 12
 
 
+@pytest.mark.parametrize("is_distributed, num_shares", [("true", 2), ("false", 1)])
+@pytest.mark.parametrize("layout", ["data parallel", "context parallel"])
+def test_ranks_with_the_same_weights_divide_the_state_of_a_distributed_optimizer(
+    models, layout, is_distributed, num_shares
+):
+    pairs = [f"engine.use_distributed_optimizer={is_distributed}"]
+    if layout == "context parallel":
+        pairs.append("engine.context_parallel_size=2")
+    (rank,) = estimates(models / "llama", *pairs, num_ranks=2)
+    number = sum(sizes_in_files(models / "llama").values())
+    assert rank.parameters == number * 2
+    assert rank.optimizer == number * 12 / num_shares
+
+
+def test_a_critic_trains_its_value_head_beside_its_adapters(models):
+    (actor,) = estimates(models / "llama", "model.lora.rank=4")
+    (critic,) = estimates(models / "llama", "model.lora.rank=4", head=Head.VALUES)
+    assert critic.gradients == actor.gradients + HIDDEN * 4
+
+
 def test_adapters_in_fp32_have_fp32_gradients_whatever_ddp_reduces_in(models):
     pairs = ["model.lora.rank=4", "engine.override_ddp_config.grad_reduce_in_fp32=false"]
     (adapters,) = estimates(models / "llama", *pairs)
@@ -258,6 +278,37 @@ def test_recomputing_layers_keep_inputs_that_sequence_parallel_ranks_divide(
     hidden = TOKENS * 2 * HIDDEN
     in_layer = 4 * hidden / num_shares + TOKENS * 2 * (ATTENTION + MLP) / 2
     assert stage.activations == 4 * hidden / num_shares + in_layer + hidden
+
+
+@pytest.mark.parametrize(
+    "schedule, waiting",
+    # Of four layers. Without virtual stages, the first stage keeps two layers of two micro-batches.
+    # With them it has begun five passes over one layer before the first backward pass.
+    [([PP2], (2 * 2, 2)), ([PP2, VPP2], (5, 3))],
+    ids=["stages", "virtual stages"],
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_stage_keeps_what_waits_for_its_backward_pass(models, schedule, waiting, recompute):
+    """Recomputation keeps the inputs of the same layers, and computes one layer at a time."""
+    stages = estimates(models / "llama", *schedule, f"engine.recompute={recompute}", num_ranks=2)
+    hidden = TOKENS * 2 * HIDDEN
+    in_layer = 4 * hidden + TOKENS * 2 * (ATTENTION + MLP)
+    of_head = (0, hidden)
+    for stage, num_layers, head_input in zip(stages, waiting, of_head, strict=True):
+        kept = num_layers * in_layer
+        if recompute == "full":
+            kept = num_layers * hidden + in_layer
+        assert stage.activations == kept + head_input
+
+
+def test_ranks_that_share_sequences_divide_the_tokens(models):
+    (alone,) = estimates(models / "llama", "data.max_tokens_per_micro_batch=2000")
+    pairs = ["data.max_tokens_per_micro_batch=4000", "engine.context_parallel_size=2"]
+    (sharing,) = estimates(models / "llama", *pairs, num_ranks=2)
+    assert sharing.chunk_logits == alone.chunk_logits == 2000 * VOCABULARY * 4
+    # In each layer, a rank has the keys and values of all tokens, and half of its own once more.
+    of_keys = 2000 * 2 * 4 * 2 * 1.5 * 16
+    assert sharing.activations == alone.activations + of_keys
 
 
 def test_layers_for_multi_token_prediction_keep_activations_in_the_last_stage(models):

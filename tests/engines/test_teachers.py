@@ -11,7 +11,17 @@ from engines.divergence import Divergence
 from engines.heads import LogProbHead
 from engines.logprobs import LogitTransform
 from engines.teacher import HiddenHead, TeacherRows, TopKHead
-from engines.teaching import Teachers, check_teacher_layout, check_top_k, merge, move_outputs
+from engines.teaching import (
+    Teachers,
+    check_teacher_layout,
+    check_top_k,
+    check_vocabulary,
+    merge,
+    move_outputs,
+    taught_by,
+    vocabulary,
+)
+from tests.data.chat_templates import make_tokenizer
 from tests.engines.test_divergence import VOCAB_SIZE, make_case, own_rows, softmax_log
 from tests.support.ranks import group_beside_rank0, on_ranks
 
@@ -21,8 +31,8 @@ NUM_TOKENS = 4
 class StubTeacher:
     """Records what it is asked for; its outputs are its width, for every token."""
 
-    def __init__(self, vocab_size: int, width: int = 3):
-        self.head = LogProbHead(1.0, 7, False, vocab_size, scale=0.5, softcap=2.0)
+    def __init__(self, vocab_size: int, width: int = 3, scale: float = 0.5, softcap: float = 2.0):
+        self.head = LogProbHead(1.0, 7, False, vocab_size, scale=scale, softcap=softcap)
         self.width = width
         self.calls = []
 
@@ -42,14 +52,29 @@ def configure(*pairs: str):
     return load("sft.yaml", ["model.path=m", "data.train_files=t", "distill.teacher=n", *pairs])
 
 
+def configure_two_teachers(*pairs: str):
+    needed = ["model.path=m", "data.train_files=t", "algorithm.distill.teachers={a: n, b: o}"]
+    return load("ppo.yaml", [*needed, *pairs])
+
+
 def make_parts() -> list:
     """Return two batches of two tokens each."""
     batch = Batch(torch.arange(2), make_cu_seqlens(torch.tensor([2])))
     return [(batch, [(1, [0])])] * 2
 
 
+def make_parts_of_two_teachers() -> list:
+    """Return two batches of two tokens each, one per teacher."""
+    parts = []
+    for number in range(2):
+        fields = {"teacher_number": torch.full((2,), number)}
+        batch = Batch(torch.arange(2), make_cu_seqlens(torch.tensor([2])), fields)
+        parts.append((batch, [(1, [0])]))
+    return parts
+
+
 def test_a_teachers_memory_is_freed_after_its_output_matrix_is_copied():
-    student = StubTeacher(10)
+    student = StubTeacher(10, scale=3.0, softcap=4.0)
     teacher = StubTeacher(12)
     settings = ["distill.temperature=1.5", "distill.mode=jsd"]
     teachers = Teachers(configure(*settings), [teacher], student, ["parameters"])
@@ -68,6 +93,65 @@ def test_a_teachers_memory_is_freed_after_its_output_matrix_is_copied():
     assert head.transform == LogitTransform(1.5, scale=0.5, softcap=2.0)
     assert student.head.distillation is None
     assert teachers.matrices == []
+
+
+def test_a_divergence_covers_the_tokens_that_the_student_and_all_teachers_have():
+    """A token that one teacher lacks would get that teacher's logit of some other row, or none."""
+    for student_size, *teacher_sizes in ((8, 12, 10), (12, 8, 10), (12, 10, 8)):
+        engines = [StubTeacher(size) for size in teacher_sizes]
+        teachers = Teachers(configure_two_teachers(), engines, StubTeacher(student_size), [])
+        assert teachers.num_tokens == 8
+
+
+def test_each_of_several_teachers_has_its_own_matrix_and_logits():
+    """Models may scale and cap their logits differently."""
+    student = StubTeacher(10, scale=9.0, softcap=9.0)
+    narrow = StubTeacher(12, width=2, scale=0.5, softcap=2.0)
+    wide = StubTeacher(11, width=3, scale=1.5, softcap=5.0)
+    teachers = Teachers(configure_two_teachers(), [narrow, wide], student, ["parameters"])
+    outputs = teachers.compute(make_parts_of_two_teachers())
+    assert outputs["teacher_hidden"].tolist() == [[2.0, 2.0, 0.0]] * 2 + [[3.0, 3.0, 3.0]] * 2
+    for teacher in (narrow, wide):
+        assert teacher.calls == [HiddenHead, HiddenHead, "matrix", ("parameters",)]
+    with teachers.teaching(student):
+        heads = student.head.distillation.teachers
+    assert [head.weight.shape for head in heads] == [(12, 2), (11, 3)]
+    assert [head.transform for head in heads] == [
+        LogitTransform(1.0, scale=0.5, softcap=2.0),
+        LogitTransform(1.0, scale=1.5, softcap=5.0),
+    ]
+
+
+def test_a_teacher_computes_only_its_own_sequences():
+    """A micro-batch may be empty, because all ranks compute the same number of them together."""
+    fields = {"teacher_number": torch.tensor([1, 1, 0, 1, 1])}
+    batch = Batch(torch.arange(5), make_cu_seqlens(torch.tensor([2, 1, 2])), fields)
+    plan = [(2, [0, 1]), (1, [2])]
+    assert taught_by(0, batch, plan) == [(2, [1]), (1, [])]
+    assert taught_by(1, batch, plan) == [(2, [0]), (1, [2])]
+
+
+def test_a_teacher_needs_an_embedding_of_the_students_last_token(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    config = load("sft.yaml", [f"model.path={tmp_path}", "data.train_files=t"])
+    last = max(vocabulary(str(tmp_path)))
+    check_vocabulary(config, "distill.teacher=n", str(tmp_path), last + 1, last + 1)
+    with pytest.raises(
+        InputError, match=f"embedding of {last} tokens and lacks the token .*{last}"
+    ):
+        check_vocabulary(config, "distill.teacher=n", str(tmp_path), last + 1, last)
+
+
+def test_the_most_likely_tokens_come_from_the_head_of_each_teacher():
+    """They are among the common tokens, at the temperature of the divergence."""
+    student = StubTeacher(10)
+    engines = [StubTeacher(12), StubTeacher(11, scale=1.5)]
+    settings = ["algorithm.distill.top_k=2", "algorithm.distill.temperature=1.5"]
+    teachers = Teachers(configure_two_teachers(*settings), engines, student, [])
+    for engine in engines:
+        head = teachers._head(engine)
+        assert head.own_part == engine.head.own_part
+        assert (head.top_k, head.temperature, head.num_tokens) == (2, 1.5, 10)
 
 
 def test_a_teacher_of_the_most_likely_tokens_gives_no_matrix():

@@ -64,14 +64,14 @@ def test_runs_without_dumps_are_answered_with_the_settings_of_one(tmp_path, monk
     assert "profiler.tool=msprobe trainer.profile_interval=[3,3]" in printed
 
 
-def write_dump(run, stage, value=1.0, rank=0, first_layer=0):
-    """Write what msprobe dumps of a stage in step 2 on a rank: here a single number."""
+def write_dump(run, stage, value=1.0, rank=0, first_layer=0, modules=("norm",)):
+    """Write what msprobe dumps of a stage in step 2 on a rank: here a number of each module."""
     statistics = dict.fromkeys(("Max", "Min", "Mean", "Norm"), value)
     number = {"shape": [1], "dtype": "float32", **statistics}
     folder = run / "profile" / "step_2" / stage / "step2" / f"rank{rank}"
     folder.mkdir(parents=True)
-    dump = {"data": {"Module.0.norm.forward.0": {"output": [number]}}}
-    (folder / "dump.json").write_text(json.dumps(dump))
+    data = {f"Module.0.{module}.forward.0": {"output": [number]} for module in modules}
+    (folder / "dump.json").write_text(json.dumps({"data": data}))
     coordinates = {"of": "FSDPEngine", "first_layers": [first_layer]}
     (folder / "coordinates.json").write_text(json.dumps(coordinates))
 
@@ -86,6 +86,19 @@ def test_a_stage_of_one_run_alone_is_a_divergence(tmp_path, capsys, stage, code)
     printed = capsys.readouterr().out
     assert "train_batch rank0: 1 tensors agree" in printed
     assert ("dumped in only one run, so not compared: validate" in printed) == bool(code)
+
+
+@pytest.mark.parametrize("owner", ["a", "b"])
+def test_modules_of_either_run_alone_are_a_divergence(tmp_path, capsys, owner):
+    """As when a change adds a module: the modules that both runs have agree."""
+    for run_name in ("a", "b"):
+        modules = ("own", "norm", "second") if run_name == owner else ("norm",)
+        write_dump(tmp_path / run_name, "train_batch", modules=modules)
+    code = compare.compare_runs(tmp_path / "a", tmp_path / "b", 2, None, compare.Settings())
+    assert code == compare.ExitCode.DIVERGE
+    _, summary, first = capsys.readouterr().out.splitlines()
+    assert summary.startswith("train_batch rank0: 1 tensors agree, 2 in only one run; ")
+    assert first == "    the first in only one run: Module.0.own.forward.0.output.0"
 
 
 def test_arguments_set_the_tolerance_the_stage_and_the_folder_of_tables(

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 import re
 import shutil
 from types import SimpleNamespace
@@ -92,6 +93,16 @@ def test_statistics_of_padded_shards_pool_to_those_of_the_whole(tmp_path):
         expected = layer.linear(tokens) + layer.bias
     assert whole.max == pytest.approx(expected.max().item())
     assert whole.rms == pytest.approx(expected.square().mean().sqrt().item())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ranks_and_calls_without_elements_do_not_count(sign):
+    """Their extremes are 0, which are not the extremes of numbers on one side of 0."""
+    (low, high) = sorted((sign * 2.0, sign * 4.0))
+    part = Statistics(2, max=high, min=low, mean=sign * 3.0, rms=math.sqrt(10))
+    pooled = layouts.pool([Statistics(0), part, Statistics(0)])
+    assert vars(pooled) == pytest.approx(vars(part))
+    assert layouts.pool([Statistics(0)]) == layouts.pool([]) == Statistics(0)
 
 
 def test_each_call_has_the_padding_of_its_own_micro_batch(tmp_path):

@@ -3,13 +3,17 @@
 import json
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from profiling.msprobe import select_stages
 from tests.profiling.support import MODEL_STAGES, dumping, linear, read_dump
 from tests.support.launch import launch, metrics
+from tests.support.ranks import on_ranks
 
 
 def test_dumps_hold_their_own_calls_and_a_repeated_step_replaces_an_older_dump(tmp_path):
@@ -102,6 +106,31 @@ def test_without_a_step_before_the_first_dump_its_cost_is_compared_with_nothing(
     assert f"with statistics L0: {seconds:.3g} s in these stages, " in printed
 
 
+def test_stages_with_the_largest_dumps_are_dumped_only_when_they_are_named():
+    stages = ["rollout_generate", "actor_update", "validate"]
+    assert select_stages(None, stages) == ["actor_update"]
+    assert select_stages(["validate", "rollout_generate"], stages) == [
+        "validate",
+        "rollout_generate",
+    ]
+
+
+def test_the_cost_is_that_of_the_first_step_with_a_dump(tmp_path, capsys):
+    """In the first step of the interval, the named stage does not run."""
+    model, engine = linear()
+    profiler = dumping(tmp_path, "profiler.msprobe.stages=[validate]")
+    printed = []
+    for step in (1, 2):
+        profiler.begin_step(step)
+        with profiler.stage("validate" if step == 2 else "train_batch", engine):
+            model(torch.ones(1, 4))
+        profiler.end_step()
+        printed.append(capsys.readouterr().out)
+    profiler.close()
+    assert "msprobe dumped" not in printed[0]
+    assert "msprobe dumped validate with statistics L0: " in printed[1]
+
+
 def test_dumps_do_not_nest(tmp_path):
     _, engine = linear()
     profiler = dumping(
@@ -143,6 +172,29 @@ def test_a_dump_that_fails_stops_the_run_or_is_reported_once_and_counted(tmp_pat
     assert len(lines) == 1
     assert lines[0].startswith("rank 0: msprobe could not dump train_batch of step 1; further ")
     assert len(read_dump(tmp_path / "lenient", 3, "train_batch")) == 2
+
+
+def failed_dumps_of_rank(directory: Path) -> list[int | None]:
+    """Return the count of each of four steps, of which the second and the third are recorded.
+
+    Each dump of rank 1 fails. Rank 0 runs no stage that is dumped, and rank 2 does not record.
+    """
+    broken = SimpleNamespace(modules=lambda: ["no module"])
+    settings = ["profiler.ranks=[0,1]", "profiler.msprobe.strict=false"]
+    profiler = dumping(directory, *settings, "trainer.profile_interval=[2,3]")
+    counts = []
+    for step in (1, 2, 3, 4):
+        profiler.begin_step(step)
+        with profiler.stage("data" if dist.get_rank() == 0 else "train_batch", broken):
+            pass
+        counts.append(profiler.end_step().get("profiler/failed_dumps"))
+    profiler.close()
+    return counts
+
+
+def test_dumps_that_fail_are_counted_over_all_ranks(tmp_path):
+    """Rank 0 writes the metrics, whichever rank has failed, and whether or not it records."""
+    assert on_ranks(3, tmp_path, failed_dumps_of_rank, tmp_path) == [[None, 1, 2, None]] * 3
 
 
 @pytest.mark.slow

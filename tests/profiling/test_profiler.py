@@ -10,7 +10,7 @@ import torch
 from config import InputError
 from job import setup as job
 from profiling import Profiler, is_selected
-from tests.profiling.support import CPU, ON, PROBE, configure, profile, recorded
+from tests.profiling.support import CPU, ON, PROBE, configure, dumping, profile, recorded
 
 
 def test_stages_are_timed_nested_and_repeated():
@@ -247,6 +247,31 @@ def test_mistakes_are_errors_at_start(tmp_path, mistake):
         job.start_profiler(config, CPU, 10, ["train_batch"])
     assert message.replace("{tmp}", str(tmp_path)) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ([], ("statistics", "L0")),
+        (["profiler.msprobe.task=tensor", "profiler.msprobe.level=mix"], ("tensor", "mix")),
+        (["profiler.msprobe.config_path={tmp}/own.json"], ("tensor", "L1")),
+        (
+            ["profiler.msprobe.config_path={tmp}/own.json", "profiler.msprobe.level=mix"],
+            ("tensor", "mix"),
+        ),
+        (
+            ["profiler.msprobe.config_path={tmp}/own.json", "profiler.msprobe.task=statistics"],
+            ("statistics", "L1"),
+        ),
+        (["profiler.msprobe.config_path={tmp}/empty.json"], ("statistics", "L0")),
+    ],
+)
+def test_keys_of_the_run_come_before_those_of_msprobes_own_file(tmp_path, settings, expected):
+    (tmp_path / "own.json").write_text('{"task": "tensor", "level": "L1"}')
+    (tmp_path / "empty.json").write_text("{}")
+    pairs = [pair.replace("{tmp}", str(tmp_path)) for pair in settings]
+    (tool,) = dumping(tmp_path, *pairs).tools
+    assert (tool.task, tool.level) == expected
 
 
 @pytest.mark.skipif(

@@ -25,6 +25,7 @@ from filelock import FileLock
 from tests.repository.calling_model import ANSWER_REPLY, CALL_REPLY, make_calling_model
 from tests.repository.pages import COMMANDS, PAGES, SNIPPETS
 from tests.support.launch import launch
+from tests.support.ports import unused_port
 
 pytestmark = pytest.mark.slow
 
@@ -116,11 +117,6 @@ def install(command: list) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 @contextmanager
 def echo_server(folder: Path, port: int) -> Iterator[None]:
     """Run OpenEnv's echo environment as the page does."""
@@ -156,7 +152,7 @@ def episodes(tmp_path_factory) -> dict:
     """The episodes of all clients, by name."""
     folder = tmp_path_factory.mktemp("clients")
     make_calling_model(folder / "model")
-    port = free_port()
+    port = int(unused_port())
     for name, code in SNIPPETS:
         code = code.replace('"model"', f'"{folder / "model"}"').replace("8000", str(port))
         (folder / name).write_text(code)

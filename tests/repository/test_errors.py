@@ -14,9 +14,23 @@ def import_nothing() -> None:
     import nowhere_to_be_found  # noqa: F401
 
 
-@pytest.mark.parametrize("local_rank, is_printed", [("0", True), ("1", False)])
-def test_a_missing_package_is_named_once_a_node(monkeypatch, capsys, local_rank, is_printed):
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
+@pytest.mark.parametrize(
+    "ranks, is_printed",
+    [
+        ({}, True),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, False),
+        ({"RANK": "8", "LOCAL_RANK": "0"}, True),
+        # Of a launcher that does not tell the rank within a node, the first rank alone prints.
+        ({"RANK": "0"}, True),
+        ({"RANK": "1"}, False),
+    ],
+)
+def test_a_missing_package_is_named_once_a_node(monkeypatch, capsys, ranks, is_printed):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:
         try:
             import_nothing()

@@ -42,11 +42,21 @@ def test_players_take_turns():
 
 
 class Roles:
-    """Both players name 0 in every game. The second player's update is skipped."""
+    """Two games, of players whose adapters are their numbers. The second player skips its update.
 
-    def __init__(self):
+    moves: the numbers that each player names
+    advantages: player -> those of the moves that it has learned from
+    """
+
+    def __init__(self, moves=((0.0, 0.0), (0.0, 0.0))):
         state = {"adapter": torch.zeros(1)}
         self.actor = SimpleNamespace(state=lambda: state, load_state=state.update)
+        self.moves = moves
+        self.advantages = {}
+
+    @property
+    def player(self):
+        return int(self.actor.state()["adapter"])
 
     def wake(self):
         pass
@@ -54,24 +64,60 @@ class Roles:
     sleep = wake
 
     def collect(self, train, rows_of_batch, batch, step):
-        samples = SimpleNamespace(scores=torch.zeros(2), response_lengths=torch.ones(2))
+        scores = torch.tensor(self.moves[self.player])
+        samples = SimpleNamespace(player=self.player, scores=scores, response_lengths=torch.ones(2))
         return samples, batch + 1
 
     def divide(self, samples):
+        assert samples.player == self.player, "a player learns from its own moves"
         batch = SimpleNamespace(fields={"loss_mask": torch.ones(2)})
         return SimpleNamespace(batch=batch, repeat_on_tokens=lambda values: values)
 
     def update(self, share, loss_fn, step):
-        return {"actor/skipped": int(self.actor.state()["adapter"])}
+        self.advantages[self.player] = share.batch.fields["advantages"].tolist()
+        return {"actor/skipped": self.player}
 
 
-def test_skipped_updates_of_both_players_are_counted():
+def play_once(roles):
+    """Play two games, and return the batches of prompts that they took, and what play() returns."""
     progress = SimpleNamespace(batch=0, step=0)
     run = SimpleNamespace(train=[], order=SimpleNamespace(rows_of_batch=None), progress=progress)
     states = [{"adapter": torch.tensor([float(player)])} for player in range(2)]
-    *_, metrics = self_play.play(run, Roles(), states)
+    result = self_play.play(run, roles, states)
+    return progress.batch, result
+
+
+def test_skipped_updates_of_both_players_are_counted():
+    num_batches, (*_, metrics) = play_once(Roles())
     assert metrics == {"actor/skipped": 1, "game/winnings": 0}
-    assert progress.batch == 2
+    assert num_batches == 2
+
+
+def test_each_player_learns_to_make_the_moves_that_win():
+    """The first player wins the first game and loses the second one."""
+    roles = Roles(moves=[(1.0, 5.0), (3.0, 2.0)])
+    _, (samples, other_samples, metrics) = play_once(roles)
+    assert roles.advantages == {0: [1, -1], 1: [-1, 1]}
+    assert (samples.player, other_samples.player) == (0, 1)
+    assert metrics["game/winnings"] == 0
+    _, (*_, metrics) = play_once(Roles(moves=[(1.0, 2.0), (3.0, 2.0)]))
+    assert metrics["game/winnings"] == 0.5, "of the first player"
+
+
+def test_the_second_player_is_exported_and_the_first_one_is_left_in_the_actor(tmp_path):
+    """The end of a run exports the actor to hf, so it would be the second player's, too."""
+    roles = Roles()
+    exported = []
+
+    def export(directory, base_name):
+        exported.append((directory, base_name, roles.actor.state()["adapter"].item()))
+
+    roles.export = export
+    states = [{"adapter": torch.tensor([float(player)])} for player in range(2)]
+    run = SimpleNamespace(output_dir=tmp_path, base_name="base")
+    self_play.export_second_player(run, roles, states)
+    assert exported == [(tmp_path / "hf_other", "base", 1.0)]
+    assert roles.actor.state()["adapter"].item() == 0.0
 
 
 def test_build_writes_a_model_and_the_same_prompt_64_times(tmp_path):

@@ -104,6 +104,21 @@ def test_a_batch_has_the_whole_rendered_conversation(tmp_path):
     assert dataset.last_tokens() == {expected[-1]}
 
 
+def test_the_last_tokens_are_those_of_all_answers(tmp_path):
+    """Of a pair with a cut answer, and of an answer with a score that is cut elsewhere."""
+    tokenizer = make_tokenizer()
+    pair = PAIR | {"chosen": "123456789"}
+    scored = {"prompt": "1+1=", "completion": "987654321", "score": 1}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in (PAIR, pair, scored)))
+    settings = ["data.max_length=12", "data.truncation=right"]
+    path = tokenize_rewards(str(file), tokenizer, options_of(*settings), tmp_path / "c", tmp_path)
+    dataset = RewardDataset.load(path)
+    sequences = dataset.batch(range(3)).split([1] * 5)
+    assert dataset.last_tokens() == {int(sequence.input_ids[-1]) for sequence in sequences}
+    assert len(dataset.last_tokens()) > 2
+
+
 @pytest.mark.parametrize("truncation, num_rows", [("left", 2), ("right", 2), ("drop", 1)])
 def test_a_long_conversation_is_cut_or_dropped(tmp_path, truncation, num_rows, capsys):
     tokenizer = make_tokenizer()

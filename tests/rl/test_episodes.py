@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, permutations
 from operator import itemgetter
 
 import pytest
@@ -384,6 +384,16 @@ def test_results_of_tools_count_in_the_penalty_if_they_count_in_the_limit():
     assert penalized_scores(config, samples).tolist() == [0.25, 1, 1, 1]
     config = configure("rollout.max_tokens=9", buffer)
     assert penalized_scores(config, samples).tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("branches", [*permutations(["..x", ".x.....x", "..xx"])])
+def test_the_longest_sequence_of_an_episode_counts_in_the_penalty_wherever_it_is(branches):
+    samples = make_episodes([Episode(0, 1, branches), Episode(0, 1, ["..x"])])
+    config = configure(
+        "rollout.max_episode_tokens=9", "rollout.max_tokens=4", "reward.overlong_buffer=4"
+    )
+    scores = samples.episodes.choose(penalized_scores(config, samples))
+    assert sorted(scores.tolist()) == [0.25, 1]
 
 
 def test_the_penalty_for_length_is_on_all_turns_together():

@@ -15,6 +15,7 @@ from rl.estimation import (
     set_advantages,
     value_metrics,
 )
+from rollout.samples import Samples
 from tests.algorithms.test_algorithms import BY_FORMULA, PARTS, WEIGHTS, Estimate, K
 from tests.support.ranks import on_ranks
 from tests.support.samples import (
@@ -397,6 +398,77 @@ def test_values_are_explained_over_all_ranks(tmp_path):
     variance_of_errors = errors.var(correction=0)
     expected = 1 - variance_of_errors / torch.tensor(RETURNS).var(correction=0)
     assert on_ranks(2, tmp_path, explained_on_rank) == pytest.approx([expected.item()] * 2)
+
+
+# Name -> settings of estimators that sum over the tokens of all ranks.
+DIVIDED = {
+    "gae": [GAE, "algorithm.gamma=0.9", "algorithm.lam=0.8"],
+    "reinforce_plus_plus": ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"],
+    "remax, whitened": ["algorithm.adv_estimator=remax", "algorithm.whiten_advantages=true"],
+    "grpo, whitened": ["algorithm.adv_estimator=grpo", "algorithm.whiten_advantages=true"],
+    "grpo_steps": ["algorithm.adv_estimator=grpo_steps"],
+}
+OF_LOSSES = ("advantages", "returns", "loss_weight", "token_weight")
+
+
+def samples_with_numbers() -> Samples:
+    """Return five responses to two prompts, with random numbers for each of their tokens."""
+    samples = make_samples([2, 3, 1, 3, 2], [1, 3, 0.5, 2, 0], [0, 0, 1, 1, 1], [0.5, 0.5, 1, 1, 1])
+    fields = samples.batch.fields
+    mask = fields["loss_mask"]
+    generator = torch.Generator().manual_seed(0)
+    for name in ("old_log_probs", "ref_log_probs", "values", "turn_rewards"):
+        fields[name] = torch.randn(len(mask), generator=generator) * mask
+    fields["step_ends"] = mask.clone()
+    return samples
+
+
+def numbers_of_all_responses() -> dict[str, tuple[list[dict], dict]]:
+    """Return, by name, the numbers of each response for the losses, and the metrics.
+
+    Each rank has every second response. There are two mini-batches.
+    """
+    group = dist.group.WORLD
+    numbers = {}
+    for name, settings in DIVIDED.items():
+        samples = samples_with_numbers()
+        indices = torch.arange(len(samples))[dist.get_rank() :: dist.get_world_size()]
+        share = replace(
+            whole(samples, [0, 0, 0, 1, 1]),
+            batch=samples.batch.select(indices),
+            indices=indices,
+            is_reporter=torch.ones(len(indices), dtype=torch.bool),
+            group=group,
+        )
+        config = configure(*settings, *KL, "algorithm.rollout_rs=token")
+        metrics = set_advantages(config, samples, share, kl_coef=0.1)
+        of_responses = [{}] * len(samples)
+        for i, index in enumerate(indices.tolist()):
+            fields = share.batch.select([i]).fields
+            of_responses[index] = {field: fields[field].tolist() for field in OF_LOSSES}
+        numbers[name] = (of_responses, metrics)
+    return numbers
+
+
+@pytest.fixture(scope="module")
+def on_one_and_two_ranks(tmp_path_factory) -> tuple[dict, list[dict]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    (alone,) = on_ranks(1, folder, numbers_of_all_responses)
+    return alone, on_ranks(2, folder, numbers_of_all_responses)
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_ranks_that_divide_a_step_compute_what_one_rank_does(on_one_and_two_ranks, name):
+    """To the bit. Otherwise, more ranks would train a different policy."""
+    alone, two_ranks = on_one_and_two_ranks
+    of_responses, metrics = alone[name]
+    together = []
+    for rank, numbers in enumerate(two_ranks):
+        of_responses_of_rank, metrics_of_rank = numbers[name]
+        assert metrics_of_rank == metrics
+        together.append(of_responses_of_rank[rank::2])
+    assert together == [of_responses[0::2], of_responses[1::2]]
+    assert 0 < metrics["rollout_corr/rejected"] < 1
 
 
 def test_a_step_shows_the_scores_of_all_its_draws_rather_than_of_what_it_trains_on():

@@ -371,7 +371,7 @@ def test_nothing_that_is_learned_depends_on_the_layout(layouts, name):
     lines = metrics(layouts(name))[1:] if SHARING[0] in LAYOUTS[name][1] else []
     for line in lines:
         tokens = {key: x for key, x in line.items() if key.startswith("perf/cp_")}
-        assert 0.5 < line["perf/plan_efficiency"] <= 1
+        assert 0.5 < line["perf/plan_efficiency"] < 1 + 1e-9
         assert sum(tokens.values()) > tokens["perf/cp_1"]
         assert sum(tokens.values()) == pytest.approx(
             32 * (line["prompt_length/mean"] + line["response_length/mean"])

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -64,7 +65,7 @@ from tests.support.samples import (
 pytestmark = pytest.mark.slow
 
 # Where `make .venv` installs verl on a CPU. Only verl_worker.py sees the packages there.
-DIRECTORY = ROOT / ".venv" / "verl"
+DIRECTORY = Path(sys.prefix) / "verl"
 
 
 def cases_for_verl(tokenizer: str) -> dict[str, dict]:

@@ -12,7 +12,7 @@ from config import InputError, load
 from engines.model.hf import build_on_meta, read_hf_config
 from rollout.vllm import adapters, routing, speculation, startup
 from rollout.vllm.arguments import MAX_PREFILL_TOKENS, NUM_TIES, Host, engine_arguments
-from rollout.vllm.capacity import max_num_seqs, weight_bytes
+from rollout.vllm.capacity import AwakeMemory, kv_bytes_per_token, max_num_seqs, weight_bytes
 from rollout.vllm.sampling import validation_sampling
 from rollout.vllm.versions import SUPPORTED
 from tests.support.models import make_model
@@ -122,6 +122,65 @@ def test_as_many_sequences_as_fit_in_memory(folder, num_drafted):
     assert max_num_seqs(begun_in_advance, 4, 0) == 8 * 3, "1.5 times 5 prompts, rounded up"
     tight = make_config(folder / "capacity", *settings, "rollout.kv_cache_gib=0.001")
     assert max_num_seqs(tight, 2, GPU_BYTES) == int(0.001 * 2**30 / (125 * kv_bytes))
+
+
+def test_a_kv_cache_of_a_fixed_size_is_beside_the_weights(folder):
+    """vLLM's part of the device includes the weights, and rollout.kv_cache_gib does not."""
+    settings = ["engine.compute_dtype=bfloat16", "rollout.gpu_memory_utilization=0.25"]
+    config = make_config(folder / "dense", *settings)
+    weights = weight_bytes(config)
+    part = AwakeMemory.of(config, GPU_BYTES)
+    assert part.total == GPU_BYTES / 4
+    assert part.weights == weights
+    assert part.setting == "rollout.gpu_memory_utilization=0.25"
+    fixed = make_config(folder / "dense", *settings, "rollout.kv_cache_gib=1.5")
+    awake = AwakeMemory.of(fixed, GPU_BYTES)
+    assert awake.total == weights + 1.5 * 2**30
+    assert awake.weights == weights
+    assert awake.setting == "rollout.kv_cache_gib=1.5"
+
+
+@pytest.mark.parametrize("num_tokens, fits", [(150, True), (149, False)])
+def test_a_kv_cache_holds_at_least_one_of_the_longest_responses(folder, num_tokens, fits):
+    """The weights need none of it. Otherwise a run that fits would be rejected."""
+    hf_config = read_hf_config(folder / "dense")
+    head_dim = hf_config.hidden_size // hf_config.num_attention_heads
+    width = hf_config.num_key_value_heads * head_dim
+    bytes_per_token = 2 * 2 * hf_config.num_hidden_layers * width
+    gib = num_tokens * bytes_per_token / 2**30
+    settings = ["engine.compute_dtype=bfloat16", f"rollout.kv_cache_gib={gib}"]
+    awake = AwakeMemory.of(make_config(folder / "dense", *settings), GPU_BYTES)
+    assert awake.longest_sequence == 150 * bytes_per_token
+    assert (awake.problem is None) == fits
+
+
+def test_a_small_kv_cache_decodes_one_response_at_a_time(folder):
+    """vLLM rejects max_num_seqs=0."""
+    config = make_config(folder / "dense", "rollout.kv_cache_gib=1e-9")
+    assert max_num_seqs(config, 1, GPU_BYTES) == 1
+
+
+@pytest.mark.parametrize("tp_size, num_heads", [(1, 2), (2, 1), (4, 1)])
+def test_a_rank_has_at_least_one_head_of_keys(folder, tp_size, num_heads):
+    """With more ranks than heads, vLLM repeats the heads."""
+    settings = [f"rollout.tensor_parallel_size={tp_size}", "engine.compute_dtype=float32"]
+    config = make_config(folder / "dense", *settings)
+    shape = read_hf_config(folder / "dense")
+    head_dim = shape.hidden_size // shape.num_attention_heads
+    expected = 2 * shape.num_hidden_layers * num_heads * head_dim * 4
+    assert kv_bytes_per_token(config, shape) == expected
+
+
+def test_the_weights_of_a_vision_tower_count_if_the_run_has_images(tmp_path):
+    """vLLM loads the tower, too."""
+    make_model(tmp_path, "gemma3 with images")
+    num_bytes = []
+    for setting in ("model.images=true", "model.images=false"):
+        config = make_config(tmp_path, setting, "engine.compute_dtype=float32")
+        num_bytes.append(weight_bytes(config))
+    model = build_on_meta(read_hf_config(tmp_path), torch.float32, images=True).model
+    of_images = [*model.vision_tower.parameters(), *model.multi_modal_projector.parameters()]
+    assert num_bytes[0] - num_bytes[1] == 4 * sum(p.numel() for p in of_images)
 
 
 @pytest.mark.parametrize("rank, max_lora_rank", [(1, 1), (4, 8), (8, 8), (9, 16)])

@@ -74,6 +74,18 @@ def test_episodes_begin_in_order_and_as_many_as_are_wanted(stream):
     }
 
 
+def test_time_between_draws_is_not_an_episodes(stream):
+    """Otherwise the trainer's watch would kill a worker whose episode waits for the next draw."""
+    stream.clock.stop()
+    stopped_at = stream.clock()
+    time.sleep(0.01)
+    assert stream.clock() == stopped_at
+    job = EpisodeJob([request(0)], key_of, None, 5)
+    start = job.clock()
+    time.sleep(0.01)
+    assert job.clock() > start, "all episodes of a job are played in one draw"
+
+
 def test_results_are_taken_once(stream):
     stream.add({5: request(5), 3: request(3)})
     stream.next_calls(2)
@@ -129,6 +141,8 @@ def test_a_thread_that_waits_for_episodes_is_woken(stream):
     assert not thread.is_alive()
     assert seen == [[[1]]]
     assert stream._wakers == {}
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.eventfd_write(waker, 1)
 
 
 def test_an_error_of_a_thread_is_raised_and_ends_the_stream(stream):

@@ -277,6 +277,7 @@ def test_reply_without_thinking_continues():
         {"content": "the cat", "reasoning_content": "think"},
         {"content": "the cat", "thinking": "think", "refusal": None, "annotations": []},
         {"content": [{"type": "text", "text": "the cat"}], "reasoning": "think"},
+        {"reasoning": "think", "content": "the cat"},
     ],
 )
 def test_reply_in_other_form_is_recognized(renderer, reply):
@@ -355,6 +356,32 @@ def test_retry_and_siblings(renderer):
         assert continued.ids[: continued.num_recorded] == prompt.ids + chat.tokenize(text).ids
 
 
+def test_of_replies_with_the_same_text_the_latest_is_continued(renderer):
+    """A client that repeats a request goes on with the last answer; its tokens may be others."""
+    chat = renderer.chat
+    end = chat.tokenize("<|im_end|>").ids
+    merged = chat.tokenize("the").ids
+    split = [i for letter in "the" for i in chat.tokenize(letter).ids]
+    for replies in ((merged, split), (split, merged)):
+        session = Session(renderer)
+        for reply in replies:
+            messages, prompt = play(session, HELLO, "the", reply + end)
+        continued = next_prompt(session, messages)
+        assert continued.ids[: continued.num_recorded] == prompt.ids + replies[-1] + end
+
+
+def test_a_later_reply_does_not_hide_a_longer_conversation(renderer):
+    """The first turn is repeated after the second one: the next request continues both turns."""
+    chat = renderer.chat
+    end = chat.tokenize("<|im_end|>").ids
+    session = Session(renderer)
+    first, _ = play(session, HELLO, "the cat", chat.tokenize("the cat").ids + end)
+    second, prompt = play(session, [*first, NEXT], "sat", chat.tokenize("sat").ids + end)
+    play(session, HELLO, "the cat", chat.tokenize("the cat").ids + end)
+    continued = next_prompt(session, second)
+    assert continued.num_recorded == len(prompt.ids + chat.tokenize("sat").ids + end)
+
+
 @pytest.mark.parametrize("other", [{"name": "mul"}, {"arguments": '{"a": 2}'}])
 def test_of_two_calls_the_one_in_the_history_is_continued(other):
     """Replies with the same text differ if they call another tool, or with other arguments."""
@@ -372,6 +399,43 @@ def test_of_two_calls_the_one_in_the_history_is_continued(other):
     for messages, recorded in conversations:
         continued = session.prompt([*messages, result], renderer.inputs(None, {}))
         assert continued.ids[: continued.num_recorded] == recorded
+
+
+def test_of_two_calls_that_differ_in_their_id_alone_the_one_in_the_history_is_continued(renderer):
+    """The same call was sampled twice, as other tokens, and the earlier one was carried out."""
+    chat = renderer.chat
+    session = Session(renderer)
+    function = {"name": "the", "arguments": "{}"}
+    split = [i for letter in "the" for i in chat.tokenize(letter).ids]
+    conversations = []
+    for call_id, name in (("c1", split), ("c2", chat.tokenize("the").ids)):
+        before = chat.tokenize('<tool_call>\n{"name": "').ids
+        after = chat.tokenize('", "arguments": {}}\n</tool_call><|im_end|>').ids
+        call = {"id": call_id, "type": "function", "function": function}
+        sampled = before + name + after
+        messages, prompt = play(session, HELLO, None, sampled, tool_calls=[call])
+        conversations.append((messages, prompt.ids + sampled))
+    for messages, recorded in conversations:
+        result = {"role": "tool", "content": "1"}
+        continued = session.prompt([*messages, result], renderer.inputs(None, {}))
+        assert continued.ids[: continued.num_recorded] == recorded
+
+
+def test_no_text_is_lost_if_the_recorded_text_ends_within_a_token():
+    """The template goes on with letters that the tokenizer joins with those of the reply."""
+    ending = NARROW.replace(
+        "m.content }}", "m.content + ('er' if m.role == 'assistant' else '') }}"
+    )
+    renderer = Family(ending, IM_END).renderer()
+    chat = renderer.chat
+    assert len(chat.tokenize("user").ids) == 1
+    session = Session(renderer)
+    sampled = chat.tokenize("us").ids
+    messages, prompt = play(session, HELLO, "us", sampled)
+    continued = next_prompt(session, messages)
+    assert continued.ids[: continued.num_recorded] == prompt.ids + sampled
+    assert "\nuser<|im_end|>" in continued.text
+    assert chat.decode(continued.ids) == continued.text
 
 
 def test_sessions_do_not_mix(renderer):
@@ -417,6 +481,15 @@ def test_tools_that_are_not_printed():
 def test_template_argument_with_reserved_name(renderer):
     with pytest.raises(InputError, match=r"chat_template_kwargs\.tokenize"):
         renderer.inputs(None, {"tokenize": True})
+
+
+def test_template_arguments_of_a_request_come_before_those_of_the_configuration():
+    renderer = FAMILIES["qwen3 without thinking"].renderer()
+    assert renderer.inputs(None, {}).arguments == {"enable_thinking": False}
+    changed = renderer.inputs([], {"enable_thinking": True, "style": "x"})
+    assert changed.arguments == {"enable_thinking": True, "style": "x"}
+    assert changed.tools is None
+    assert renderer.inputs(None, {}).arguments == {"enable_thinking": False}, "of one request"
 
 
 NOTICES = {

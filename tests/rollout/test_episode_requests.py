@@ -185,6 +185,36 @@ def test_a_top_k_of_zero_or_less_means_all_tokens(own, accepted, refused):
             read_chat_request({"messages": HELLO, "top_k": top_k}, sampling)
 
 
+def test_a_greedy_draw_has_no_use_for_other_settings_but_for_the_temperature():
+    """A validation takes the most likely token, whatever top_p is. A sampled one is refused."""
+    greedy = Sampling(temperature=0.0, section="validation")
+    read_chat_request({"messages": HELLO, "top_p": 0.9, "top_k": 5, "min_p": 0.1}, greedy)
+    read_chat_request({"messages": HELLO, "temperature": 0}, greedy)
+    body = {"messages": HELLO, "temperature": 0.7}
+    with pytest.raises(RequestError, match="temperature=0.7 differs from validation.*, or set val"):
+        read_chat_request(body, greedy)
+    with pytest.raises(RequestError, match="temperature=0 differs from rollout.temperature=0.5"):
+        read_chat(temperature=0)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_p": 0.9}, {"min_p": 0.1}, {"temperature": "0.5"}, {"top_p": True}]
+)
+def test_each_setting_of_a_draw_is_compared(fields):
+    (name,) = fields
+    with pytest.raises(RequestError, match=f"{name}=.* differs from rollout.{name}="):
+        read_chat(**fields)
+    with pytest.raises(RequestError, match=f"{name}=.* differs from rollout.{name}="):
+        read_generate(**fields)
+
+
+def test_numbers_are_compared_up_to_rounding():
+    sampling = Sampling(temperature=0.3)
+    read_chat_request({"messages": HELLO, "temperature": 0.1 + 0.2}, sampling)
+    with pytest.raises(RequestError, match="temperature=0.3001 differs"):
+        read_chat_request({"messages": HELLO, "temperature": 0.3001}, sampling)
+
+
 def test_a_reward_is_a_finite_number():
     assert read_reward({"reward": 2}) == 2.0
     for wrong in (None, True, "1", float("nan")):

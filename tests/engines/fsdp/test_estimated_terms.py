@@ -210,6 +210,21 @@ def test_with_cpu_offload_sums_of_replicas_wait_beside_the_gradients(tmp_path):
     assert result.gradients == (in_root + in_layers) / 2 * 4
 
 
+@pytest.mark.parametrize("setting", [(), ("engine.sync_each_micro_batch=false",)])
+def test_sums_of_replicas_in_the_dtype_of_the_weights_are_the_gradients(tmp_path, setting):
+    """Only sums in another dtype, here in fp32 for weights in bf16, wait beside the gradients."""
+    model = make_model(tmp_path / "model", "llama", vocab_size=4096)
+    pairs = ["engine.fsdp_size=2", *FEW_TOKENS, *setting]
+    same_dtype = estimate(model, *pairs, num_ranks=4)
+    other_dtype = estimate(model, *pairs, BF16_WEIGHTS, num_ranks=4)
+    assert same_dtype.is_after_backward
+    assert other_dtype.is_after_backward
+    in_root = 2 * 4096 * HIDDEN + HIDDEN
+    being_reduced = in_root * (2 + 4)
+    assert same_dtype.unreduced_gradients == being_reduced
+    assert other_dtype.unreduced_gradients == being_reduced + NUM_LAYERS * LAYER / 2 * 4
+
+
 # -- the optimizer ---------------------------------------------------------------------------------
 
 

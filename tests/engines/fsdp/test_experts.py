@@ -24,7 +24,7 @@ from tests.engines.fsdp.test_training import BALANCED, CASES, result_of
 from tests.support.cases import case_params, needs
 from tests.support.models import FAMILIES, GROUPED_EXPERTS, write_model
 from tests.support.plain import NORM_BOUND, plain_loss, plain_model, worst
-from tests.support.ranks import on_ranks
+from tests.support.ranks import group_beside_rank0, on_ranks
 from tests.support.training import LONGEST, make_batch, make_loss
 
 
@@ -181,6 +181,45 @@ def test_a_coefficient_of_config_json_weighs_each_layer_as_in_transformers():
     assert weighted == pytest.approx(coefficient * sum(by_layer) / 4)
     assert weighted > 1.3 * coefficient * load_balancing_loss_func(layers, 8, 3).item()
     assert experts.aux_loss_weight(0.1, shape, 4) == 0.1, "as it is given"
+
+
+NUM_TOKENS_OF_RANKS = (5, 4, 3)
+
+
+def logits_of_rank(rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return the logits of two routers, and which of the rank's tokens are padding: the last."""
+    generator = torch.Generator().manual_seed(rank)
+    num_tokens = NUM_TOKENS_OF_RANKS[rank]
+    logits = [torch.randn(num_tokens, 8, generator=generator) for _ in range(2)]
+    return logits, torch.arange(num_tokens) == num_tokens - 1
+
+
+def aux_loss_beside_rank0() -> float:
+    logits, padding = logits_of_rank(dist.get_rank())
+    return experts.aux_loss(logits, padding, 3, 20, group_beside_rank0()).item()
+
+
+def test_only_ranks_that_share_a_micro_batch_balance_it_together(tmp_path):
+    """Ranks 1 and 2 share theirs. Each token of the batch counts as one of 20."""
+    found = on_ranks(3, tmp_path, aux_loss_beside_rank0)
+    assert found[0] == pytest.approx(aux_loss_of_micro_batch([0]))
+    assert found[1] + found[2] == pytest.approx(aux_loss_of_micro_batch([1, 2]))
+
+
+def aux_loss_of_micro_batch(ranks: list[int]) -> float:
+    """Return the sum of both layers' losses, as transformers computes them, for 20 tokens."""
+    tokens_of_layers = [[], []]
+    for rank in ranks:
+        logits, padding = logits_of_rank(rank)
+        for tokens, of_layer in zip(tokens_of_layers, logits):
+            tokens.append(of_layer[~padding])
+    total = 0.0
+    for tokens in tokens_of_layers:
+        of_layer = torch.cat(tokens)
+        # transformers counts each of the three choices.
+        mean = load_balancing_loss_func((of_layer,), 8, 3).item() / 3
+        total += mean * len(of_layer) / 20
+    return total
 
 
 def aux_loss_of_a_long_sequence(model: Path, max_tokens: int, cp_size: str) -> float:

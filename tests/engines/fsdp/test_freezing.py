@@ -14,8 +14,9 @@ from engines.checkpoint.checkpointer import Checkpointer
 from engines.fsdp.engine import FSDPEngine
 from engines.fsdp.transforms import build_model
 from engines.heads import Head
+from engines.model import freeze
 from engines.model.flops import count_flops
-from engines.model.hf import read_hf_config
+from engines.model.hf import build_on_meta, read_hf_config
 from tests.engines.fsdp.cases import FREEZE, FREEZE_SETTING, build, make_config, train, worker_case
 from tests.engines.fsdp.test_training import FROZEN, result_of
 from tests.support.cases import case_params, needs
@@ -223,6 +224,34 @@ def test_a_dry_run_without_weights_freezes_the_same_parameters(
     wrong = make_config(folder, settings[0], "model.freeze=['lay3rs']", "dry_run=true")
     with pytest.raises(InputError, match="'lay3rs' matches no parameter of the model that config"):
         FSDPEngine.check(wrong, 1)
+
+
+def freeze_with_value_head(script: str, model: Path, pattern: str) -> set[str]:
+    """Freeze parameters of a model with a value head; return the names of those still trained."""
+    pairs = [f"model.path={model}", "data.train_files=unused", f"model.freeze=['{pattern}']"]
+    config = load(script, pairs)
+    hf = build_on_meta(read_hf_config(model), torch.float32, Head.VALUES)
+    freeze.apply(config, hf, Head.VALUES, reports=True)
+    return {name for name, parameter in hf.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("script", ["rm.yaml", "ppo.yaml"])
+def test_a_value_head_is_always_trained(folder, script):
+    """It is new: frozen, all its values would stay what they are at first, 0."""
+    assert freeze_with_value_head(script, folder / "llama", "[.]") == {"lm_head.weight"}
+
+
+def test_a_reward_model_cannot_freeze_its_score_head(folder):
+    with pytest.raises(InputError, match="the score head of a reward model is always trained"):
+        freeze_with_value_head("rm.yaml", folder / "llama", "lm_head")
+
+
+def test_a_critic_may_have_nothing_that_the_patterns_of_the_policy_match(folder, capsys):
+    """Both read model.freeze, and may be different models."""
+    trained = freeze_with_value_head("ppo.yaml", folder / "llama", "lm_head|visual")
+    number = len(load_file(folder / "llama" / "model.safetensors"))
+    assert len(trained) == number
+    assert f"freezes 0 of {number} parameters of the critic (0 of " in capsys.readouterr().out
 
 
 def test_what_can_be_frozen(folder):

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoConfig
 
-from config import InputError
+from config import InputError, load
 from engines.fsdp.attention import has_whole_heads
 from engines.fsdp.engine import FSDPEngine
+from engines.fsdp.tracing import check_forward_pass
 from engines.model.hf import build_on_meta, read_hf_config
 from engines.model.logits import logit_constants
 from tests import families
@@ -58,6 +60,12 @@ from tests.support.plain import plain_model
                 "data.max_tokens_per_micro_batch=1023",
             ],
             "max_tokens_per_micro_batch=1023 must be a multiple of 2",
+        ),
+        (
+            2,
+            ["engine.context_parallel_size=2", "engine.context_parallel_costs=[400,170,280,0.1]"],
+            r"context_parallel_costs=\[400, 170, 280, 0.1\] has no effect with "
+            "engine.context_parallel_size=2: leave it out, or set .*=auto",
         ),
         (
             4,
@@ -245,6 +253,100 @@ def test_quantized_weights_are_refused(folder, tmp_path):
         read_hf_config(tmp_path)
 
 
+# The forward pass of Llama fails with it.
+PARTIAL_ROPE = dict(rope_type="linear", rope_theta=10000.0, factor=2.0, partial_rotary_factor=0.5)
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        (dict(model_type="qwen3", use_sliding_window=True, sliding_window=7), None),
+        (
+            dict(model_type="olmoe", num_experts=4, num_experts_per_tok=2, sliding_window=7),
+            "only some of transformers' attention implementations apply its window of 7 tokens: "
+            "set sliding_window=7 to null in config.json",
+        ),
+        (
+            dict(
+                model_type="qwen2_moe",
+                num_experts=4,
+                num_experts_per_tok=2,
+                use_sliding_window=True,
+                sliding_window=7,
+                layer_types=3 * ["sliding_attention"],
+            ),
+            "only a mask limits its attention to a window of 7 tokens: "
+            "set engine.use_remove_padding=false",
+        ),
+    ],
+    ids=["a window of the layers", "a window of some implementations", "a window of the mask"],
+)
+def test_packed_sequences_need_a_window_that_attention_applies(tmp_path, shape, message):
+    """Otherwise a run would train with whole sequences in view."""
+    hf = build_on_meta(AutoConfig.for_model(**{**SHAPE, **shape}), torch.float32)
+    config = make_config(tmp_path)
+    if message is None:
+        check_forward_pass(hf, config)
+        return
+    with pytest.raises(InputError) as error:
+        check_forward_pass(hf, config)
+    assert message in str(error.value)
+    check_forward_pass(hf, make_config(tmp_path, "engine.use_remove_padding=false"))
+
+
+def make_moe(window: int | None) -> nn.Module:
+    """Build a model on the meta device whose window not all attention implementations apply."""
+    shape = dict(model_type="olmoe", num_experts=4, num_experts_per_tok=2, sliding_window=window)
+    return build_on_meta(AutoConfig.for_model(**{**SHAPE, **shape}), torch.float32)
+
+
+def test_a_model_that_passes_does_not_vouch_for_another_one(tmp_path):
+    """A run checks each of its models once; it may have two of one class."""
+    packed = make_config(tmp_path)
+    padded = make_config(tmp_path, "engine.use_remove_padding=false")
+    check_forward_pass(make_moe(window=None), packed)
+    check_forward_pass(make_moe(window=5), padded)
+    with pytest.raises(InputError, match="apply its window of 5 tokens"):
+        check_forward_pass(make_moe(window=5), packed)
+
+
+def test_rows_that_ranks_share_are_checked_like_packed_ones(tmp_path):
+    pairs = ["engine.use_remove_padding=false", "engine.context_parallel_size=auto"]
+    with pytest.raises(InputError, match="apply its window of 6 tokens"):
+        check_forward_pass(make_moe(window=6), make_config(tmp_path, *pairs))
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        (
+            dict(model_type="llama", attention_dropout=0.25),
+            "dropout is not supported: set attention_dropout=0.25 to 0 in config.json",
+        ),
+        (
+            dict(model_type="mixtral", router_jitter_noise=0.1),
+            "uses random numbers in training (uniform_), which is not supported: "
+            "set router_jitter_noise=0.1 to 0 in config.json",
+        ),
+        (
+            dict(model_type="llama", rope_parameters=PARTIAL_ROPE),
+            "the forward pass of LlamaForCausalLM fails: RuntimeError",
+        ),
+        (
+            dict(model_type="rwkv"),
+            "carries a state from token to token, and so from one packed sequence to the next: "
+            "set engine.use_remove_padding=false",
+        ),
+    ],
+    ids=["dropout", "jitter", "a pass that fails", "a state"],
+)
+def test_a_pass_over_shapes_finds_what_cannot_be_trained(tmp_path, shape, message):
+    hf = build_on_meta(AutoConfig.for_model(**{**SHAPE, **shape}), torch.float32)
+    with pytest.raises(InputError) as error:
+        check_forward_pass(hf, make_config(tmp_path))
+    assert message in str(error.value)
+
+
 PADDING = "set engine.use_remove_padding=false"
 
 
@@ -313,12 +415,7 @@ LONGROPE = dict(
             "OPTForCausalLM does not compute its logits from its base",
         ),
         (
-            dict(
-                model_type="llama",
-                rope_parameters=dict(
-                    rope_type="linear", rope_theta=10000.0, factor=2.0, partial_rotary_factor=0.5
-                ),
-            ),
+            dict(model_type="llama", rope_parameters=PARTIAL_ROPE),
             [],
             "the forward pass of LlamaForCausalLM fails: RuntimeError",
         ),
@@ -386,6 +483,21 @@ def test_models_that_cannot_work(folder, tmp_path, changes, pairs, message):
         FSDPEngine.check(make_config(folder, f"model.path={tmp_path}", padded), 1)
         with pytest.raises(InputError):
             FSDPEngine.check(config, 1)
+
+
+def test_a_model_that_has_passed_is_checked_again_with_other_settings(tmp_path):
+    """A process may check a padded model, and then the same one packed, or another one."""
+    settings = [f"model.path={tmp_path}", "data.train_files=t"]
+    packed = load("sft.yaml", settings)
+    padded = load("sft.yaml", [*settings, "engine.use_remove_padding=false"])
+    shape = dict(model_type="bloom", n_layer=1)
+    hf_config = AutoConfig.for_model(**{**SHAPE, **shape})
+    check_forward_pass(build_on_meta(hf_config, torch.float32), padded)
+    with pytest.raises(InputError, match="transformers implements it only with eager attention"):
+        check_forward_pass(build_on_meta(hf_config, torch.float32), packed)
+    hf_config.hidden_dropout = 0.1
+    with pytest.raises(InputError, match="set hidden_dropout=0.1 to 0 in config.json"):
+        check_forward_pass(build_on_meta(hf_config, torch.float32), padded)
 
 
 @pytest.mark.parametrize(
