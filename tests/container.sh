@@ -2,11 +2,11 @@
 # Builds the Dockerfile for machines without GPUs, and trains in the container as its user.
 #
 #     make container
-#     make container CONTAINER_OPTIONS="--volume /opt/wheels:/opt/wheels:ro"    # options of `buildah build`
+#     make container CONTAINER_OPTIONS="--volume /mirror:/mirror:ro"    # further options of `buildah build`
 #
 # Needs root on Debian, with buildah and debootstrap: apt-get install buildah debootstrap. The base image is made by
-# debootstrap, so no registry is needed, only a Debian mirror and PyPI. Five minutes or more, and 10 GiB, in the folder WORK
-# or, without it, in a temporary one.
+# debootstrap, so no registry is needed, only a Debian mirror and PyPI. In the container, pip has the settings that it has
+# here. Five minutes or more, and 10 GiB, in the folder WORK or, without it, in a temporary one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${WORK:-}" ]; then
@@ -33,8 +33,10 @@ buildah "${storage[@]}" commit -q "$base" localhost/debian:bookworm >/dev/null
 buildah "${storage[@]}" rm "$base" >/dev/null
 
 echo "The image: every step of the Dockerfile"
+python3 tests/container_pip.py "$WORK" >"$WORK/pip_options"
+mapfile -t pip_options <"$WORK/pip_options"
 # shellcheck disable=SC2086  # several options
-buildah "${storage[@]}" build --network host ${CONTAINER_OPTIONS:-} --tag localhost/rankwise-cpu \
+buildah "${storage[@]}" build --network host "${pip_options[@]}" ${CONTAINER_OPTIONS:-} --tag localhost/rankwise-cpu \
     --build-arg BASE=localhost/debian:bookworm --build-arg REQUIREMENTS=requirements-cpu.txt .
 
 echo "A container, in which user rankwise trains"
