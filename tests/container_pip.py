@@ -53,8 +53,12 @@ def move_paths(settings: RawConfigParser) -> set[Path]:
 
 def main(folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "config", "list"]
-    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    settings = read_settings(printed.splitlines())
+    finished = subprocess.run(command, capture_output=True, text=True)
+    if finished.returncode != 0:
+        sys.exit(
+            f"make container needs pip: apt-get install python3-pip ({finished.stderr.strip()})"
+        )
+    settings = read_settings(finished.stdout.splitlines())
     mounted = move_paths(settings)
     file = folder.resolve() / "pip.conf"
     with file.open("w") as stream:
