@@ -40,15 +40,25 @@ def move_paths(settings: RawConfigParser) -> set[Path]:
         for key, value in settings.items(section):
             words = []
             for word in value.split():
-                path = Path(word.removeprefix(FILE_URL))
-                if path.is_absolute() and path.exists():
-                    # The pages of an index may link to files beside it.
-                    mounted.add(path.parent if word.startswith(FILE_URL) else path)
-                    prefix = FILE_URL if word.startswith(FILE_URL) else ""
-                    word = f"{prefix}{FOLDER}{path}"
-                words.append(word)
+                moved, needed = move_path(word)
+                words.append(moved)
+                mounted |= needed
             settings.set(section, key, " ".join(words))
     return mounted
+
+
+def move_path(word: str) -> tuple[str, set[Path]]:
+    """Return a path or a file URL with FOLDER in front, and what has to be mounted for it.
+
+    A word that names nothing on this machine stays as it is.
+    """
+    path = Path(word.removeprefix(FILE_URL))
+    if not path.is_absolute() or not path.exists():
+        return word, set()
+    if word.startswith(FILE_URL):
+        # The pages of an index may link to files beside it.
+        return f"{FILE_URL}{FOLDER}{path}", {path.parent}
+    return f"{FOLDER}{path}", {path}
 
 
 def main(folder: Path) -> None:
